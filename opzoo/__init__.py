@@ -1,0 +1,15 @@
+"""opzoo: operators for object detection on PyTorch, CPU and CUDA, forward and backward."""
+
+from opzoo import reference
+from opzoo._library import build_info, set_debug
+from opzoo._version import __version__
+from opzoo.ops.add import Add, add
+
+__all__ = [
+    "Add",
+    "__version__",
+    "add",
+    "build_info",
+    "reference",
+    "set_debug",
+]

@@ -1,0 +1,1 @@
+"""The operators. Import them from :mod:`opzoo`."""

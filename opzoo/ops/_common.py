@@ -1,0 +1,201 @@
+"""How an operator meets autograd, autocast and tracing: one derivative formula, four doors.
+
+``differentiable(op, ...)`` returns the callable that the public functions use. It looks at what is
+going on and takes the cheapest correct way in:
+
+1. compiling or exporting: the plain operator, so that the graph holds one node;
+2. a ``torch.func`` transform or forward-mode AD is active: a ``torch.autograd.Function`` of the
+   new style, which knows ``vmap`` and ``jvp``;
+3. a gradient is wanted in eager mode: a ``Function`` of the old style, half the cost of the new;
+4. otherwise: the kernel itself, below autograd.
+
+A direct caller of ``torch.ops.opzoo.*`` arrives at the same ``Function`` through the dispatcher's
+Autograd key. ``torch.library.register_autograd`` would cost 40 us more per call and lose
+forward-mode tangents without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from opzoo._library import LIBRARY
+
+Args: TypeAlias = "tuple[Any, ...]"
+Op: TypeAlias = "torch._ops.OpOverload[..., Any]"
+
+_BelowAutograd = torch._C._AutoDispatchBelowAutograd
+_functorch_active = torch._C._are_functorch_transforms_active
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+
+
+def _forward_ad_active() -> bool:
+    return forward_ad._current_level >= 0
+
+
+def _name(op: Op) -> str:
+    return str(op._schema.name).removeprefix("opzoo::")
+
+
+def differentiable(
+    op: Op,
+    *,
+    inputs: Sequence[int],
+    save: Callable[[Any, Args, Any], None],
+    backward: Callable[..., Any],
+    jvp: Callable[..., Any] | None = None,
+    vmap: Callable[..., Any] | None = None,
+    autocast: bool = False,
+) -> Callable[..., Any]:
+    """Attach a derivative to ``op`` and return its eager entry point.
+
+    Args:
+        op: the operator, its arguments all positional.
+        inputs: positions of the arguments that can have a gradient.
+        save: ``save(ctx, args, output)`` keeps what the derivative needs.
+        backward: ``backward(ctx, *grads)`` returns one gradient (or None) per argument. It calls
+            public or ``differentiable`` functions only, so that it can be differentiated again.
+        jvp: ``jvp(ctx, *tangents)`` returns the output's tangent; None makes forward-mode AD raise.
+        vmap: ``vmap(info, in_dims, *args)`` returns ``(output, out_dims)``; None makes vmap raise.
+        autocast: whether the operator has an autocast rule.
+    """
+    name = _name(op)
+
+    def refuse_jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(f"opzoo.{name} has no forward-mode derivative (jvp); use reverse mode")
+
+    def refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        raise NotImplementedError(f"opzoo.{name} has no vmap rule; loop over the batch instead")
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            with _BelowAutograd():
+                output = op(*args)
+            save(ctx, args, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return backward(ctx, *grads)
+
+    class Functional(torch.autograd.Function):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            with _BelowAutograd():
+                return op(*args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Args, output: Any) -> None:
+            save(ctx, inputs, output)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return backward(ctx, *grads)
+
+    Functional.jvp = staticmethod(jvp or refuse_jvp)  # type: ignore[method-assign]
+    Functional.vmap = staticmethod(vmap or refuse_vmap)  # type: ignore[method-assign]
+    Eager.__name__ = Functional.__name__ = Eager.__qualname__ = Functional.__qualname__ = name
+
+    def wants_grad(args: Args) -> bool:
+        for position in inputs:
+            argument = args[position]
+            if argument is not None and argument.requires_grad:
+                return True
+        return False
+
+    def autograd_kernel(*args: Any) -> Any:
+        if _functorch_active():
+            if wants_grad(args) or _forward_ad_active():
+                raise RuntimeError(
+                    f"torch.ops.opzoo.{name} cannot be differentiated by torch.func; call opzoo.{name}, which can"
+                )
+        elif _forward_ad_active():
+            return Functional.apply(*args)
+        elif _is_grad_enabled() and wants_grad(args):
+            return Eager.apply(*args)
+        with _BelowAutograd():
+            return op(*args)
+
+    LIBRARY.impl(name, autograd_kernel, "Autograd")
+
+    def call(*args: Any) -> Any:
+        if _is_compiling():
+            return op(*args)
+        if _functorch_active() or forward_ad._current_level >= 0:
+            return Functional.apply(*args)
+        if autocast and torch.is_autocast_enabled(args[0].device.type):
+            return op(*args)
+        if _is_grad_enabled() and wants_grad(args):
+            return Eager.apply(*args)
+        with _BelowAutograd():
+            return op(*args)
+
+    return call
+
+
+def register_autocast(op: Op, cast: Callable[..., Args]) -> None:
+    """Run ``op`` on ``cast(dtype, *args)`` where autocast is on, dtype being autocast's own."""
+    name = _name(op)
+
+    def kernel_for(device: str, key: Any) -> Callable[..., Any]:
+        keyset = torch._C.DispatchKeySet(key)
+
+        def kernel(*args: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(keyset):
+                return op(*cast(torch.get_autocast_dtype(device), *args))
+
+        return kernel
+
+    for device, key in (("cpu", torch._C.DispatchKey.AutocastCPU), ("cuda", torch._C.DispatchKey.AutocastCUDA)):
+        LIBRARY.impl(name, kernel_for(device, key), key.name)
+
+
+def autocast_tensor(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Autocast's own rule: cast floating tensors, but never fp64."""
+    if t is None or not t.is_floating_point() or t.dtype == torch.float64:
+        return t
+    return t.to(dtype)
+
+
+def no_double_backward(op: Op, message: str) -> None:
+    """Make differentiating ``op``, itself a backward, an error instead of a silent zero."""
+    name = _name(op)
+
+    class Refuse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            with _BelowAutograd():
+                return op(*args)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise RuntimeError(message)
+
+    def autograd_kernel(*args: Any) -> Any:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        if _is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return Refuse.apply(*args)
+        with _BelowAutograd():
+            return op(*args)
+
+    LIBRARY.impl(name, autograd_kernel, "Autograd")
+
+
+def pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
+    """``3`` or ``(3, 5)`` to a pair of ints."""
+    if isinstance(value, (tuple, list)):
+        if len(value) != 2:
+            raise ValueError(f"{name} must be an int or a pair of ints, got {value!r}")
+        return value[0], value[1]
+    return value, value  # type: ignore[return-value]
+
+
+def move_batch_first(t: Any, dim: int | None) -> Any:
+    """For vmap rules: the batch axis of an argument moved to the front; None when it has none."""
+    return t if dim is None or t is None else t.movedim(dim, 0)

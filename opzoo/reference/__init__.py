@@ -1,0 +1,5 @@
+"""Every operator in plain PyTorch: what to read before the kernel, and what the tests compare with."""
+
+from opzoo.reference.add import add
+
+__all__ = ["add"]
