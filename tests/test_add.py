@@ -149,7 +149,7 @@ def test_many_axes(device):
 
 
 @pytest.mark.parametrize("alpha", [1, -0.5], ids=str)
-@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("shapes", [s for k, s in SHAPES.items() if k != "odd"], ids=[k for k in SHAPES if k != "odd"])
 def test_gradients(shapes, alpha, device):
     a, b = (torch.randn(shape, device=device, dtype=torch.float64, requires_grad=True) for shape in shapes)
 
