@@ -1,1 +1,1 @@
-"""The benchmark: ``python -m opzoo.bench``. No number appears that did not pass its correctness gate in the same run."""
+"""The benchmark: ``python -m opzoo.bench``. What did not pass its correctness gate gets no number."""

@@ -14,9 +14,7 @@ KERNEL = 3
 OFFSET_PX = 2.0
 
 
-def _case(
-    images: int, channels: int, height: int, width: int, dtype: torch.dtype, channels_last: bool = False
-) -> Case:
+def _case(images: int, channels: int, height: int, width: int, dtype: torch.dtype, channels_last: bool = False) -> Case:
     taps = KERNEL * KERNEL
 
     def tensors(device: torch.device) -> Tensors:

@@ -30,9 +30,7 @@ def _touched_pixels(shape: torch.Size, rois: Tensor) -> int:
     covered = torch.zeros(n, height + 1, width + 1, device=rois.device)
     image = rois[:, 0].long()
     x1, y1 = ((rois[:, i] * SCALE).floor().long().clamp_(0) for i in (1, 2))
-    x2, y2 = (
-        (rois[:, i] * SCALE).ceil().long().clamp_(max=limit) for i, limit in ((3, width), (4, height))
-    )
+    x2, y2 = ((rois[:, i] * SCALE).ceil().long().clamp_(max=limit) for i, limit in ((3, width), (4, height)))
     one = torch.ones_like(rois[:, 0])
     for y, x, sign in ((y1, x1, 1), (y1, x2, -1), (y2, x1, -1), (y2, x2, 1)):
         covered.index_put_((image, y, x), sign * one, accumulate=True)
