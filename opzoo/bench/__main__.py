@@ -102,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = next(replies)
     assert isinstance(machine, Machine)
     _print_header(options, machine)
-    table = report.Table(sys.stdout, max(len(case.id) for case in cases), machine, overhead=options.overhead)
+    on_cuda = torch.device(options.device).type == "cuda"
+    width = max(len(case.id) for case in cases)
+    table = report.Table(sys.stdout, width, machine, overhead=options.overhead, memory=on_cuda)
     csv_file = report.CsvFile(arguments.csv) if arguments.csv else None
     origin = report.commit()
     results = []

@@ -43,6 +43,7 @@ class Case:
         call: ``call(function, *tensors)`` binds all other arguments. The same for opzoo, reference and peer.
         work: ``work(tensors, output)`` maps each pass to be timed, ``fwd`` and ``bwd``, to its :class:`Work`.
         peer: module that holds the peer's operator.
+        truth: module that holds the operator the gate runs in float64.
         sample: ``sample(rows, *tensors)`` makes the arguments that produce only these rows (axis 0) of the output.
         differentiable: positions in ``tensors`` that get gradients.
         gate_rows: about how many rows of the output the gate compares.
@@ -57,6 +58,7 @@ class Case:
     call: Callable[..., Tensor]
     work: Callable[[Tensors, Tensor], dict[str, Work]]
     peer: str
+    truth: str = "opzoo.reference"
     sample: Callable[..., Tensors] | None = None
     differentiable: tuple[int, ...] = ()
     gate_rows: int = 64
@@ -68,7 +70,7 @@ class Case:
         return self.call(operator("opzoo", self.op), *tensors)
 
     def reference(self, *tensors: Tensor) -> Tensor:
-        return self.call(operator("opzoo.reference", self.op), *tensors)
+        return self.call(operator(self.truth, self.op), *tensors)
 
     def theirs(self, *tensors: Tensor) -> Tensor:
         return self.call(operator(self.peer, self.op), *tensors)

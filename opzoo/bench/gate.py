@@ -14,8 +14,9 @@ from opzoo.bench.case import Case, Tensors
 from opzoo.bench.data import seeded
 
 # Largest difference over the reference's largest magnitude. For half types four times the rounding
-# of the result, 2^-11 and 2^-8; for float32 wide enough for sums of 10^4 terms, too narrow for TF32.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# of the result, 2^-11 and 2^-8. For float32 several times what float32 coordinates near 150 cost
+# roi_align (1e-5), and a fifth of what TF32 costs a product.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 class GateError(Exception):

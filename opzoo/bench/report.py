@@ -110,6 +110,13 @@ def _microseconds(value: float) -> str:
     return f"{us:,.0f}" if us >= 1000 else f"{us:.1f}"
 
 
+def _scaled(rate: float, unit: str) -> str:
+    """Three digits and the unit of a size that suits them."""
+    if unit == "TFLOP/s" and rate < 1:
+        rate, unit = rate * 1000, "GFLOP/s"
+    return f"{rate:.0f} {unit}" if rate >= 100 else f"{rate:.3g} {unit}"
+
+
 class Table:
     """Prints a line per case and pass, as soon as it is known.
 
@@ -118,16 +125,17 @@ class Table:
     the peer's), the gate's error.
     """
 
-    HEADINGS = (("opzoo us", 11), ("p20..p80", 17), ("rate", 15), ("floor", 7), ("peer us", 11), ("ratio", 8))
+    HEADINGS = (("opzoo us", 11), ("p20..p80", 23), ("rate", 14), ("floor", 7), ("peer us", 11), ("ratio", 8))
     MEMORY = (("extra MiB", 11), ("peer MiB", 11))
 
-    def __init__(self, out: TextIO, case_width: int, machine: Machine, *, overhead: bool = False) -> None:
+    def __init__(self, out: TextIO, case_width: int, machine: Machine, *, overhead: bool, memory: bool) -> None:
         self._out = out
         self._case_width = max(case_width, len("case"))
         self._machine = machine
         self._op = ""
-        memory = () if overhead or not torch.cuda.is_available() else self.MEMORY
-        self._headings = [h for h in self.HEADINGS if not (overhead and h[0] in ("rate", "floor"))] + list(memory)
+        self._headings = [h for h in self.HEADINGS if not (overhead and h[0] in ("rate", "floor"))]
+        if memory and not overhead:
+            self._headings += self.MEMORY
 
     def _line(self, case: str, what: str, cells: dict[str, str], tail: str) -> None:
         body = "".join(f"{cells.get(name, ''):>{width}}" for name, width in self._headings)
@@ -153,8 +161,7 @@ class Table:
             "p20..p80": f"{_microseconds(seconds.p20)}..{_microseconds(seconds.p80)}",
         }
         if ours.work:
-            rate, unit = throughput(self._machine, ours)
-            cells["rate"] = f"{rate:.3g} {unit}" if rate < 1000 else f"{rate:.0f} {unit}"
+            cells["rate"] = _scaled(*throughput(self._machine, ours))
             cells["floor"] = f"{floor_share(self._machine, ours):.1%}"
         if ours.peak_bytes is not None:
             cells["extra MiB"] = f"{ours.peak_bytes / 2**20:,.1f}"
@@ -211,10 +218,11 @@ def _bars(axis: Any, op: str, results: list[Result]) -> None:
     for i, what in enumerate(passes):
         ratios = [next((t.ratio for t in r.timings if t.what == what and t.ratio), 0.0) for r in results]
         bars = axis.barh([y + i * thickness for y in range(len(results))], ratios, thickness, label=what)
-        axis.bar_label(bars, labels=[f" {ratio:.1f}x" if ratio else "" for ratio in ratios], fontsize=7)
+        axis.bar_label(bars, labels=[f" {ratio:.2f}x" if ratio else "" for ratio in ratios], fontsize=7)
     axis.set_yticks([y + 0.4 - thickness / 2 for y in range(len(results))], [r.case for r in results], fontsize=8)
     axis.invert_yaxis()
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.set_xlabel("peer's time / opzoo's time")
     axis.set_title(op)
-    axis.legend(fontsize=8)
+    axis.margins(x=0.08)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))

@@ -79,7 +79,7 @@ def _case(
         peer="torchvision.ops",
         sample=lambda rows, x, rois: (x, rois[rows]),
         differentiable=(0,),
-        gate_rows=48,
+        gate_rows=32,
         peer_tensors=peer_tensors,
     )
 
