@@ -125,7 +125,7 @@ class Table:
     the peer's), the gate's error.
     """
 
-    HEADINGS = (("opzoo us", 11), ("p20..p80", 23), ("rate", 14), ("floor", 7), ("peer us", 11), ("ratio", 8))
+    HEADINGS = (("opzoo us", 11), ("p20..p80", 23), ("rate", 17), ("floor", 7), ("peer us", 11), ("ratio", 8))
     MEMORY = (("extra MiB", 11), ("peer MiB", 11))
 
     def __init__(self, out: TextIO, case_width: int, machine: Machine, *, overhead: bool, memory: bool) -> None:
