@@ -80,13 +80,12 @@ def test_shapes(shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dt
     check(a, b)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("M", ODD_SIZES)
-def test_odd_sizes(M: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_odd_sizes(M: int, device: torch.device) -> None:
     # A batch of products: one small product can come out exact in one library by luck.
     for N in ODD_SIZES:
         for K in ODD_SIZES:
-            check(normal(8, M, K, device=device, dtype=dtype), normal(8, K, N, device=device, dtype=dtype))
+            check(normal(8, M, K, device=device), normal(8, K, N, device=device))
 
 
 @pytest.mark.parametrize("shapes", EMPTY_SHAPES, ids=shape_id)
