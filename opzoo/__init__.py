@@ -15,12 +15,15 @@ from opzoo import reference
 from opzoo._library import build_info, set_debug
 from opzoo._version import __version__
 from opzoo.ops.add import Add, add
+from opzoo.ops.matmul import MatMul, matmul
 
 __all__ = [
     "Add",
+    "MatMul",
     "__version__",
     "add",
     "build_info",
+    "matmul",
     "reference",
     "set_debug",
 ]
