@@ -146,8 +146,10 @@ def in_layout(layout: Callable[[Tensor], Tensor | None], tensors: Sequence[Tenso
 
 def fake_call(op: Any, args: Any) -> Any:
     """What the fake kernel answers for ``args``."""
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode, torch.no_grad():
-        return op(*tree_map_only(Tensor, lambda t: mode.from_tensor(t.detach(), static_shapes=True), args))
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = tree_map_only(Tensor, lambda t: mode.from_tensor(t.detach(), static_shapes=True), args)
+    with mode, torch.no_grad():
+        return op(*fakes)
 
 
 def assert_same_form(op: Any, fake: Any, real: Any) -> None:

@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,7 @@ def in_child(op: Any, args: list[Any]) -> int:
 
 
 def main(name: str, device: str) -> int:
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # no pool of threads for a fork to lose
     seen: dict[Any, int] = {}
     calls = []

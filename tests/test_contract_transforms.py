@@ -184,7 +184,7 @@ def test_func_grad_of_raw(case: Case, device: torch.device) -> None:
 def _batch(case: Case, device: torch.device, dims: tuple[int | None, ...]) -> tuple[list[Tensor], list[list[Tensor]]]:
     """Batched tensors, and what a loop over the batch would be given."""
     draws = [case.tensors(device, torch.float64) for _ in range(3)]
-    rows = [[t if dim is not None else draws[0][i] for i, (t, dim) in enumerate(zip(draw, dims))] for draw in draws]
+    rows = [[draws[0][i] if dim is None else draw[i] for i, dim in enumerate(dims)] for draw in draws]
     batched = [draws[0][i] if dim is None else torch.stack([row[i] for row in rows], dim) for i, dim in enumerate(dims)]
     return batched, rows
 
