@@ -19,7 +19,6 @@ from torch import Tensor
 import opzoo
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-Make = Callable[..., Tensor]
 
 
 class Calls:
@@ -115,7 +114,7 @@ def _equal(actual: Tensor, expected: Tensor, what: str) -> None:
 
 def check(name: str, device: str, dtype: torch.dtype, wrap: Callable[..., Any] = lambda call: call) -> None:
     case = CHECKS[name]
-    tensors = [t.to(device, dtype) for t in case.inputs]
+    tensors = [t.detach().to(device, dtype, copy=True) for t in case.inputs]
     for position in case.wanted:
         tensors[position].requires_grad_()
     output = wrap(case.call)(*tensors)
@@ -156,7 +155,8 @@ def main() -> int:
                     run()
                     passed += 1
                 except Exception as error:
-                    failures.append(f"{name} {device} {label}: {type(error).__name__}: {error}")
+                    reason = str(error).strip().partition("\n")[0]
+                    failures.append(f"{name} {device} {label}: {type(error).__name__}: {reason}")
     for failure in failures:
         print(f"  {failure}")
     print(f"smoke: {passed} passed" + (f", {len(failures)} failed" if failures else ""))
