@@ -186,10 +186,10 @@ def record(case: Case, tensors: Sequence[Tensor]) -> list[tuple[Any, tuple[Any, 
     leaves = as_leaves(case, tensors)
     wanted = [leaves[position] for position in case.differentiable]
     with Record() as mode:
-        result = case.call(*leaves)
+        outs = [out for out in outputs(case.call(*leaves)) if out.requires_grad]
         if wanted:
-            grads = torch.autograd.grad(loss_of(result), wanted, create_graph=case.double_backward)
-            again = [grad for grad in grads if grad.requires_grad]
-            if again:
-                torch.autograd.grad(loss_of(again), wanted, allow_unused=True)
+            incoming = [weights_like(out).requires_grad_(case.double_backward) for out in outs]
+            grads = torch.autograd.grad(outs, wanted, incoming, create_graph=case.double_backward)
+            if case.double_backward:
+                torch.autograd.grad(loss_of(grads), [*wanted, *incoming], allow_unused=True)
     return mode.calls

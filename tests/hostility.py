@@ -64,7 +64,7 @@ def hostile_tensors(t: Tensor) -> Iterator[tuple[str, Any]]:
         if t.is_floating_point() or torch.iinfo(t.dtype).min <= value <= torch.iinfo(t.dtype).max:
             yield f"full of {value}", torch.full_like(t, value)
             if t.numel():
-                one = t.clone()
+                one = t.clone(memory_format=torch.contiguous_format)
                 one.view(-1)[-1] = value
                 yield f"ending in {value}", one
     yield "meta", t.to("meta")

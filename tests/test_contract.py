@@ -111,8 +111,11 @@ def test_empty_axes(case: Case, device: torch.device) -> None:
     variants.append([t.narrow(case.dynamic[i], 0, 0) if i in case.dynamic else t for i, t in enumerate(tensors)])
     for variant in variants:
         shapes = [tuple(t.shape) for t in variant]
-        real, error = _attempt(op, *case.raw(*variant))
-        fake, fake_error = _attempt(fake_call, op, case.raw(*variant))
+        arguments, error = _attempt(case.raw, *variant)
+        if error is not None:  # not to be said in the operator's arguments
+            continue
+        real, error = _attempt(op, *arguments)
+        fake, fake_error = _attempt(fake_call, op, arguments)
         if error is not None:
             assert isinstance(error, (RuntimeError, ValueError)), f"{shapes}: {error!r}"
             assert "opzoo::" in str(error), f"{shapes}: the message does not name the operator: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -233,8 +234,17 @@ def test_vmap_with_gradients(case: Case, device: torch.device) -> None:
 # torch.compile
 
 
-def _compiled(case: Case, backend: Any, **options: Any) -> Callable[..., Any]:
-    return torch.compile(lambda *tensors: case.call(*tensors), backend=backend, fullgraph=True, **options)
+_numbers = itertools.count()
+
+
+def _compiled(function: Callable[..., Any], backend: Any, **options: Any) -> Callable[..., Any]:
+    """With a code object of its own: the limit of recompilations counts per code object, over all tests."""
+
+    def entry(*tensors: Tensor) -> Any:
+        return function(*tensors)
+
+    entry.__code__ = entry.__code__.replace(co_name=f"entry_{next(_numbers)}")
+    return torch.compile(entry, backend=backend, fullgraph=True, **options)
 
 
 @every
@@ -242,7 +252,7 @@ def test_compile_two_sizes(case: Case, device: torch.device) -> None:
     """One graph for both sizes, forward and backward equal to eager."""
     counter = CompileCounterWithBackend("aot_eager")
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        compiled = _compiled(case, counter, dynamic=True)
+        compiled = _compiled(case.call, counter, dynamic=True)
         for times in (2, 3):
             tensors = grown(case, device, torch.float32, times)
             expected = forward_backward(case, case.call, tensors)
@@ -257,7 +267,7 @@ def test_compile_inductor(case: Case, device: torch.device) -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         tensors = case.tensors(device, torch.float32)
         expected = forward_backward(case, case.call, tensors)
-        actual = forward_backward(case, _compiled(case, "inductor"), tensors)
+        actual = forward_backward(case, _compiled(case.call, "inductor"), tensors)
     assert_all_near(actual[0], expected[0], "outputs")
     assert_all_near(actual[1], expected[1], "gradients")
 
@@ -269,7 +279,7 @@ def test_compile_channels_last(case: Case, device: torch.device) -> None:
         pytest.skip("no image among the tensors")
     laid = [t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in tensors]
     expected = forward_backward(case, case.call, laid)
-    actual = forward_backward(case, _compiled(case, "aot_eager"), laid)
+    actual = forward_backward(case, _compiled(case.call, "aot_eager"), laid)
     assert [out.stride() for out in actual[0]] == [out.stride() for out in expected[0]]
     assert_all_near(actual[0], expected[0], "outputs")
     assert_all_near(actual[1], expected[1], "gradients")
@@ -286,7 +296,7 @@ def test_compile_under_autocast(case: Case, device: torch.device) -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         tensors = case.tensors(device, torch.float32)
         expected = forward_backward(case, under, tensors)
-        actual = forward_backward(case, torch.compile(under, backend="aot_eager", fullgraph=True), tensors)
+        actual = forward_backward(case, _compiled(under, "aot_eager"), tensors)
     assert_all_near(actual[0], expected[0], "outputs")
     assert_all_near(actual[1], expected[1], "gradients", 2.0**16)  # a cast may be fused away
 
@@ -320,8 +330,13 @@ def test_export(case: Case, device: torch.device, strict: bool) -> None:
 
 def _instances(name: str) -> list[nn.Module]:
     """From MODULES of the case files, else the class without arguments."""
-    made = [factory() for factory in contract_modules()]
-    return [module for module in made if type(module) is MODULES[name]] or [MODULES[name]()]
+    made = [module for module in (factory() for factory in contract_modules()) if type(module) is MODULES[name]]
+    if made:
+        return made
+    try:
+        return [MODULES[name]()]
+    except TypeError as error:
+        raise AssertionError(f"{error}: list a maker of {name} in MODULES of its file in tests/cases") from None
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
