@@ -101,7 +101,7 @@ def _fake(a: Tensor, b: Tensor, alpha: float) -> Tensor:
     shape = torch.broadcast_shapes(a.shape, b.shape)
     dtype = torch.result_type(a, b)
     for t in (a, b):
-        if t.shape == shape:
+        if t.dim() == len(shape) and t.shape == shape:  # rank first: tuples compare sizes, a guard each
             if t.is_contiguous():
                 break
             if _is_dense(t):
