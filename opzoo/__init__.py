@@ -15,15 +15,24 @@ from opzoo import reference
 from opzoo._library import build_info, set_debug
 from opzoo._version import __version__
 from opzoo.ops.add import Add, add
+from opzoo.ops.deform_conv2d import DeformConv2d, deform_conv2d
 from opzoo.ops.matmul import MatMul, matmul
+from opzoo.ops.nms import batched_nms, nms
+from opzoo.ops.roi_align import RoIAlign, roi_align
 
 __all__ = [
     "Add",
+    "DeformConv2d",
     "MatMul",
+    "RoIAlign",
     "__version__",
     "add",
+    "batched_nms",
     "build_info",
+    "deform_conv2d",
     "matmul",
+    "nms",
     "reference",
+    "roi_align",
     "set_debug",
 ]
