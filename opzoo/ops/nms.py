@@ -116,6 +116,11 @@ def _check_one_per_box(op: str, name: str, t: Tensor, boxes: Tensor) -> None:
 
 
 def _fake_result(boxes: Tensor) -> Tensor:
+    n = boxes.shape[0]
+    if (
+        isinstance(n, int) and n == 0
+    ):  # a known size: inductor cannot index zero boxes with an unknown number of indices
+        return boxes.new_empty([0], dtype=torch.int64)
     # Any size from 0 on: the default lower bound of 2 would make an exported model fail on one box.
     kept = torch.library.get_ctx().new_dynamic_size(min=0)
     return boxes.new_empty([kept], dtype=torch.int64)
