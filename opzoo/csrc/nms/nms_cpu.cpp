@@ -14,11 +14,13 @@
 namespace opzoo {
 namespace {
 
-constexpr int64_t kBlock = 128;  // timings are flat from 32 to 256
+// Timings are flat from 32 to 256.
+constexpr int64_t kBlock = 128;
 constexpr int64_t kTile = 1024;   // boxes of step 2 that stay in L1 while the block passes
 constexpr int64_t kGrain = 2048;  // boxes of step 2 that are worth a thread
-constexpr int64_t kSplitFrom =
-    8192;  // segments of this size are split; smaller ones run side by side
+// Segments of this size are split among threads; smaller ones run side by side, about as many boxes
+// to a thread.
+constexpr int64_t kSplitFrom = 8192;
 
 struct Segment {
   int64_t begin, end;
@@ -169,7 +171,8 @@ void run_segments(Layout<acc>& layout, acc threshold, bool* keep) {
   }
   // keep is written at different places by different segments: no two threads share an element.
   const int64_t grain = std::max<int64_t>(
-      1, static_cast<int64_t>(small.size()) * kSplitFrom / static_cast<int64_t>(layout.rank.size()));
+      1,
+      static_cast<int64_t>(small.size()) * kSplitFrom / static_cast<int64_t>(layout.rank.size()));
   parallel_for(0, static_cast<int64_t>(small.size()), grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) run_segment(layout, small[i], threshold, false, keep);
   });

@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kNmsReduceThreads) nms_reduce_kernel(const Nms
     if (threadIdx.x == 0) {
       NmsWord gone = removed[b];
       NmsWord kept = 0;
-#pragma unroll
+#pragma unroll 8  // all 64 words at once would spill
       for (int r = 0; r < kNmsTile; ++r) {
         if (r < rows && !(gone >> r & 1)) {
           kept |= NmsWord(1) << r;
