@@ -1,8 +1,8 @@
 """``python hostility.py <op> <device>``: calls an operator and its backward with everything wrong.
 
-Every attempt must return or raise. On the CPU each runs in a forked child whose tensors end at an
-unmapped page, so that one element read past the end is a crash, and which is killed when it takes
-longer than ``SECONDS``. On CUDA, where a fork cannot go, the process itself is the detector.
+Every attempt must return or raise. On the CPU they run in forks, on tensors that end at an unmapped
+page, so that one element read past the end is a crash; an attempt that takes longer than
+``SECONDS`` kills its fork too. On CUDA, where a fork cannot go, the process itself is the detector.
 """
 
 from __future__ import annotations
@@ -120,17 +120,31 @@ def call(op: Any, args: list[Any], guard: bool) -> None:
             raise SystemExit(str(error)) from error
 
 
-def in_child(op: Any, args: list[Any]) -> int:
-    """The exit status of one attempt in a fork; negative for a signal."""
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        signal.alarm(SECONDS)
-        try:
-            call(op, args, guard=True)
-        finally:
+def in_children(tried: list[tuple[str, bool, Any, list[Any]]]) -> list[str]:
+    """Every attempt, each after the last in one fork; after a death the next fork goes on behind it."""
+    failures, start = [], 0
+    while start < len(tried):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            for number in range(start, len(tried)):
+                os.write(writing, number.to_bytes(4, "little"))
+                signal.alarm(SECONDS)
+                call(*tried[number][2:], guard=True)
             os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            progress = pipe.read()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status == 0:
+            break
+        start = int.from_bytes(progress[-4:], "little") + 1
+        what, hostile_data, *_ = tried[start - 1]
+        # Work without end because of a number is the caller's own wish; because of data it is a defect.
+        if hostile_data or status != -signal.SIGALRM:
+            failures.append(f"{what}: {signal.Signals(-status).name if status < 0 else f'exit status {status}'}")
+    return failures
 
 
 def main(name: str, device: str) -> int:
@@ -148,23 +162,18 @@ def main(name: str, device: str) -> int:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
         resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30),) * 2)  # a huge result is refused, not filled
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    failures, count = [], 0
+    tried: list[tuple[str, bool, Any, list[Any]]] = []
     for op, args in calls:
-        if device == "cpu" and in_child(op, list(args)) != 0:
-            failures.append(f"{op} with its own arguments: dies")
-        for what, hostile_data, changed in attempts(op, args, device):
-            count += 1
-            if device == "cuda":
-                print(what, flush=True)  # the last line names the attempt that killed the process
-                call(op, changed, guard=False)
-                continue
-            status = in_child(op, changed)
-            # Work without end because of a number is the caller's own wish; because of data it is a defect.
-            if status < 0 and (hostile_data or status != -signal.SIGALRM):
-                failures.append(f"{what}: {signal.Signals(-status).name}")
+        tried.append((f"{op} with its own arguments", True, op, list(args)))
+        tried += [(what, hostile_data, op, changed) for what, hostile_data, changed in attempts(op, args, device)]
+    if device == "cuda":
+        for what, _, op, changed in tried:
+            print(what, flush=True)  # the last line names the attempt that killed the process
+            call(op, changed, guard=False)
+    failures = in_children(tried) if device == "cpu" else []
     print("\n".join(failures))
-    print(f"{count} attempts on {sorted(map(str, seen))}, {len(failures)} failed")
-    return 1 if failures or not count else 0
+    print(f"{len(tried)} attempts on {sorted(map(str, seen))}, {len(failures)} failed")
+    return 1 if failures or not tried else 0
 
 
 if __name__ == "__main__":

@@ -125,4 +125,4 @@ def test_matrix_fails_without_an_interpreter(tmp_path: Path, capsys: pytest.Capt
     wheel = tmp_path / "opzoo-0-cp310-abi3-any.whl"
     wheel.touch()
     assert _tool("matrix").main(["--wheel", str(wheel), "2.6/torch==2.14.1"]) == 1
-    assert "no python2.6 here" in capsys.readouterr().out
+    assert "no python 2.6 here" in capsys.readouterr().out

@@ -67,7 +67,7 @@ def clean_environment() -> dict[str, str]:
 def try_one(row: Row, wheel: Path, folder: Path, pip_options: list[str]) -> None:
     python = interpreter(row.python)
     if python is None:
-        row.result = f"no python{row.python} here"
+        row.result = f"no python {row.python} here; a path works too"
         return
     home, empty = folder / "venv", folder / "empty"
     empty.mkdir(parents=True)
