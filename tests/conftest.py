@@ -37,6 +37,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> None:
+@pytest.fixture
+def fresh_dynamo() -> None:
+    """For tests that compile. Not for every test: a reset takes 0.2 s."""
     torch._dynamo.reset()
