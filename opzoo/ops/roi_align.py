@@ -1,0 +1,583 @@
+"""RoIAlign: a window of a feature map, pooled to a fixed size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._prims_common import alert_not_deterministic
+
+from opzoo._library import LIBRARY
+from opzoo.ops._common import differentiable, pair
+
+MAX_SAMPLING_RATIO = 32767
+
+
+def roi_align(
+    input: Tensor,
+    boxes: Tensor | Sequence[Tensor],
+    output_size: int | Sequence[int],
+    spatial_scale: float = 1.0,
+    sampling_ratio: int = -1,
+    aligned: bool = False,
+    pool_mode: str = "avg",
+) -> Tensor:
+    """Pool the window of each box to ``output_size`` by bilinear sampling.
+
+    A box is scaled to the feature map, cut into ``output_size`` bins, and each bin is the average (or
+    the maximum) of a regular grid of bilinear samples. Nothing is rounded to whole pixels.
+
+    Args:
+        input: feature map, ``Tensor[N, C, H, W]``, floating.
+        boxes: ``Tensor[K, 5]`` of ``(image index, x1, y1, x2, y2)``, or one ``Tensor[L, 4]`` of
+            ``(x1, y1, x2, y2)`` per image, in image pixels. Any floating or integer dtype.
+        output_size: ``(height, width)`` of the result, or one int for both. Positive.
+        spatial_scale: map pixels per image pixel, 0.25 for a map of stride 4. Finite and positive.
+        sampling_ratio: samples per bin and axis, at most 32767. Zero or negative: as many as the bin
+            has map pixels, rounded up.
+        aligned: shift the map by half a pixel, so that pixel (0, 0) has its centre there and not its
+            corner. Without it a RoI is at least one pixel wide and high.
+        pool_mode: ``"avg"`` or ``"max"``, over the samples of a bin.
+
+    Returns:
+        ``Tensor[K, C, height, width]`` of ``input``'s dtype, channels_last if ``input`` is. A list of
+        boxes is pooled in its order, image by image.
+
+    Raises:
+        ValueError: an image index is no integer in ``[0, N)`` (on the CPU; on CUDA such a RoI gives
+            zeros, and raises after ``opzoo.set_debug(True)``), ``boxes`` is a list of another length
+            than N, or a number is out of its range.
+        RuntimeError: a tensor has the wrong rank, shape, dtype or device, there are boxes but the map
+            has no pixels, or the dtype of ``Tensor[K, 5]`` cannot hold the image indices.
+
+    A sample further than one pixel outside the map has the value 0. A box with a NaN or infinite
+    coordinate gives zeros. An inverted box (x2 < x1) with ``aligned=True`` gives zeros on an adaptive
+    grid and the mirrored window on a fixed one.
+
+    fp64, fp32, fp16 and bf16; coordinates, weights and sums are fp32 (fp64 for fp64), whatever the
+    dtype of ``boxes``. Under autocast the result keeps ``input``'s dtype.
+    Differentiable any number of times in ``input``, in both modes; ``boxes`` gets no gradient.
+    vmap-able. Deterministic on the CPU; on CUDA the backward adds in no fixed order, and raises under
+    ``torch.use_deterministic_algorithms(True)``.
+
+    Source: He et al., "Mask R-CNN", 2017; ``aligned=True`` as in Detectron2.
+
+    Example:
+        >>> image = torch.arange(16.0).reshape(1, 1, 4, 4)
+        >>> opzoo.roi_align(image, [torch.tensor([[0.0, 0.0, 4.0, 4.0]])], 2, aligned=True)
+        tensor([[[[ 2.5000,  4.5000],
+                  [10.5000, 12.5000]]]])
+    """
+    height, width = pair("output_size", output_size)
+    batch_index = None
+    if not isinstance(boxes, Tensor):
+        boxes, batch_index = _concatenate(input, boxes)
+    if pool_mode == "avg":
+        return _average(input, boxes, batch_index, height, width, spatial_scale, sampling_ratio, aligned)
+    if pool_mode == "max":
+        return _maximum(input, boxes, batch_index, height, width, spatial_scale, sampling_ratio, aligned)[0]
+    raise ValueError(f"opzoo::roi_align: pool_mode must be 'avg' or 'max', got {pool_mode!r}")
+
+
+class RoIAlign(nn.Module):
+    """:func:`roi_align` as a module.
+
+    Args:
+        output_size: ``(height, width)`` of the result, or one int for both.
+        spatial_scale: map pixels per image pixel.
+        sampling_ratio: samples per bin and axis; zero or negative for an adaptive number.
+        aligned: shift the map by half a pixel.
+        pool_mode: ``"avg"`` or ``"max"``.
+    """
+
+    def __init__(
+        self,
+        output_size: int | Sequence[int],
+        spatial_scale: float,
+        sampling_ratio: int,
+        aligned: bool = False,
+        pool_mode: str = "avg",
+    ) -> None:
+        super().__init__()
+        self.output_size = output_size
+        self.spatial_scale = spatial_scale
+        self.sampling_ratio = sampling_ratio
+        self.aligned = aligned
+        self.pool_mode = pool_mode
+
+    def forward(self, input: Tensor, boxes: Tensor | Sequence[Tensor]) -> Tensor:
+        """``Tensor[K, C, height, width]``; see :func:`roi_align`."""
+        return roi_align(
+            input, boxes, self.output_size, self.spatial_scale, self.sampling_ratio, self.aligned, self.pool_mode
+        )
+
+    def extra_repr(self) -> str:
+        text = (
+            f"output_size={self.output_size}, spatial_scale={self.spatial_scale}, "
+            f"sampling_ratio={self.sampling_ratio}, aligned={self.aligned}"
+        )
+        return text if self.pool_mode == "avg" else f"{text}, pool_mode={self.pool_mode!r}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+
+def _concatenate(input: Tensor, boxes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """One ``Tensor[L, 4]`` per image to ``Tensor[K, 4]`` and an int64 image index ``Tensor[K]``."""
+    if not isinstance(boxes, (list, tuple)):
+        raise TypeError(f"opzoo::roi_align: boxes must be a tensor or a list of tensors, got {type(boxes).__name__}")
+    for i, t in enumerate(boxes):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"opzoo::roi_align: boxes[{i}] must be a tensor, got {type(t).__name__}")
+        if t.dim() != 2 or t.shape[1] != 4:
+            raise RuntimeError(f"opzoo::roi_align: boxes[{i}] must have shape [L, 4], got {list(t.shape)}")
+    if input.dim() == 4 and len(boxes) != input.shape[0]:
+        raise ValueError(
+            f"opzoo::roi_align: boxes must hold one tensor per image of input, {input.shape[0]}, got {len(boxes)}"
+        )
+    if not boxes:
+        return input.new_zeros((0, 4)), input.new_zeros((0,), dtype=torch.int64)
+    index = [t.new_full((t.shape[0],), i, dtype=torch.int64) for i, t in enumerate(boxes)]
+    return torch.cat(list(boxes)), torch.cat(index)
+
+
+# Fake kernels. Their checks are those of roi_align.cpp, as far as a shape can tell.
+
+
+def _check_boxes(
+    op: str, name: str, features: Tensor, boxes: Tensor, batch_index: Tensor | None, batch: Any, empty_map: bool
+) -> None:
+    columns = 5 if batch_index is None else 4
+    torch._check(
+        boxes.dim() == 2 and boxes.shape[1] == columns,
+        lambda: f"opzoo::{op}: boxes must have shape [K, {columns}], got {list(boxes.shape)}",
+    )
+    torch._check(
+        not boxes.dtype.is_complex and boxes.dtype != torch.bool,
+        lambda: f"opzoo::{op}: boxes must have a floating or integer dtype, got {boxes.dtype}",
+    )
+    torch._check(
+        boxes.device == features.device and (batch_index is None or batch_index.device == features.device),
+        lambda: f"opzoo::{op}: boxes and batch_index must be on the device of {name}, {features.device}",
+    )
+    if empty_map:
+        torch._check(boxes.shape[0] == 0, lambda: f"opzoo::{op}: boxes must be empty for a map without pixels")
+    if batch_index is None:
+        largest = _largest_exact_index(boxes.dtype, features.dtype)
+        torch._check(
+            batch - 1 <= largest,
+            lambda: f"opzoo::{op}: boxes of dtype {boxes.dtype} hold image indices exactly up to {largest}",
+        )
+        return
+    torch._check(
+        batch_index.dim() == 1 and batch_index.dtype == torch.int64,
+        lambda: f"opzoo::{op}: batch_index must be an int64 tensor of shape [K], got {batch_index.dtype}",
+    )
+    torch._check(
+        batch_index.shape[0] == boxes.shape[0],
+        lambda: f"opzoo::{op}: batch_index must have shape [{boxes.shape[0]}], got {list(batch_index.shape)}",
+    )
+
+
+def _largest_exact_index(boxes: torch.dtype, features: torch.dtype) -> int:
+    if boxes in (torch.float16, torch.bfloat16):
+        return 2**11 if boxes == torch.float16 else 2**8
+    return 2**53 if boxes == features == torch.float64 else 2**24
+
+
+def _check_features(op: str, name: str, t: Tensor) -> None:
+    torch._check(t.dim() == 4, lambda: f"opzoo::{op}: {name} must have 4 axes, got {t.dim()}")
+    torch._check(t.dtype.is_floating_point, lambda: f"opzoo::{op}: {name} must be floating, got {t.dtype}")
+
+
+def _check_numbers(op: str, height: Any, width: Any, spatial_scale: float, sampling_ratio: int) -> None:
+    torch._check_value(height > 0, lambda: f"opzoo::{op}: output_size must be positive, got ({height}, {width})")
+    torch._check_value(width > 0, lambda: f"opzoo::{op}: output_size must be positive, got ({height}, {width})")
+    torch._check_value(
+        math.isfinite(spatial_scale) and spatial_scale > 0,
+        lambda: f"opzoo::{op}: spatial_scale must be finite and positive, got {spatial_scale}",
+    )
+    torch._check_value(
+        sampling_ratio <= MAX_SAMPLING_RATIO,
+        lambda: f"opzoo::{op}: sampling_ratio must be at most {MAX_SAMPLING_RATIO}, got {sampling_ratio}",
+    )
+
+
+def _is_channels_last(t: Tensor) -> bool:
+    return t.dim() == 4 and not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
+
+
+def _empty_map(n: Any, h: Any, w: Any) -> bool:
+    return bool(n == 0 or h == 0 or w == 0)
+
+
+def _fake_output(
+    op: str,
+    input: Tensor,
+    boxes: Tensor,
+    batch_index: Tensor | None,
+    height: Any,
+    width: Any,
+    spatial_scale: float,
+    sampling_ratio: int,
+) -> Tensor:
+    _check_features(op, "input", input)
+    _check_numbers(op, height, width, spatial_scale, sampling_ratio)
+    n, c, h, w = input.shape
+    _check_boxes(op, "input", input, boxes, batch_index, n, _empty_map(n, h, w))
+    layout = torch.channels_last if _is_channels_last(input) else torch.contiguous_format
+    return torch.empty((boxes.shape[0], c, height, width), dtype=input.dtype, device=input.device, memory_format=layout)
+
+
+def _fake_average(
+    input: Tensor, boxes: Tensor, batch_index: Tensor | None, height: Any, width: Any, scale: float, ratio: int, _: bool
+) -> Tensor:
+    return _fake_output("roi_align", input, boxes, batch_index, height, width, scale, ratio)
+
+
+def _fake_maximum(
+    input: Tensor, boxes: Tensor, batch_index: Tensor | None, height: Any, width: Any, scale: float, ratio: int, _: bool
+) -> tuple[Tensor, Tensor]:
+    output = _fake_output("_roi_align_max", input, boxes, batch_index, height, width, scale, ratio)
+    return output, torch.empty_like(output, dtype=torch.int64)
+
+
+def _check_argmax(op: str, argmax: Tensor, shape: Sequence[Any]) -> None:
+    torch._check(argmax.dtype == torch.int64, lambda: f"opzoo::{op}: argmax must have dtype int64, got {argmax.dtype}")
+    _check_shape(op, "argmax", argmax, shape)
+
+
+def _check_shape(op: str, name: str, t: Tensor, shape: Sequence[Any]) -> None:
+    for axis, size in enumerate(shape):
+        torch._check(
+            t.shape[axis] == size,
+            lambda: f"opzoo::{op}: {name} must have shape {list(shape)}, got {list(t.shape)}",
+        )
+
+
+def _fake_sample(
+    input: Tensor, argmax: Tensor, boxes: Tensor, batch_index: Tensor | None, scale: float, ratio: int, _: bool
+) -> Tensor:
+    op = "_roi_align_max_sample"
+    torch._check(argmax.dim() == 4, lambda: f"opzoo::{op}: argmax must have 4 axes, got {argmax.dim()}")
+    output = _fake_output(op, input, boxes, batch_index, argmax.shape[2], argmax.shape[3], scale, ratio)
+    _check_argmax(op, argmax, output.shape)
+    return output
+
+
+def _fake_grad_input(
+    op: str, grad: Tensor, boxes: Tensor, batch_index: Tensor | None, sizes: Sequence[Any], options: Sequence[Any]
+) -> Tensor:
+    n, c, h, w = sizes
+    scale, ratio, _, channels_last = options
+    _check_features(op, "grad", grad)
+    _check_numbers(op, grad.shape[2], grad.shape[3], scale, ratio)
+    for size in sizes:
+        torch._check_value(size >= 0, lambda: f"opzoo::{op}: grad_input sizes must not be negative, got {list(sizes)}")
+    _check_boxes(op, "grad", grad, boxes, batch_index, n, _empty_map(n, h, w))
+    _check_shape(op, "grad", grad, (boxes.shape[0], c))
+    if not channels_last:
+        return grad.new_empty((n, c, h, w))
+    channels, columns = torch.sym_max(c, 1), torch.sym_max(w, 1)
+    row = columns * channels
+    return grad.new_empty_strided((n, c, h, w), (torch.sym_max(h, 1) * row, 1, row, channels))
+
+
+def _fake_average_backward(
+    grad: Tensor, boxes: Tensor, batch_index: Tensor | None, n: Any, c: Any, h: Any, w: Any, *options: Any
+) -> Tensor:
+    return _fake_grad_input("_roi_align_backward", grad, boxes, batch_index, (n, c, h, w), options)
+
+
+def _fake_maximum_backward(
+    grad: Tensor,
+    argmax: Tensor,
+    boxes: Tensor,
+    batch_index: Tensor | None,
+    n: Any,
+    c: Any,
+    h: Any,
+    w: Any,
+    *options: Any,
+) -> Tensor:
+    op = "_roi_align_max_backward"
+    grad_input = _fake_grad_input(op, grad, boxes, batch_index, (n, c, h, w), options)
+    torch._check(argmax.dim() == 4, lambda: f"opzoo::{op}: argmax must have 4 axes, got {argmax.dim()}")
+    _check_argmax(op, argmax, grad.shape)
+    return grad_input
+
+
+# Derivatives. For given boxes (and argmax) every operator below is linear in its features, and each
+# one's adjoint is another one: average <-> average_backward, sample <-> maximum_backward.
+
+
+def _keep(ctx: Any, options: Sequence[Any], *tensors: Tensor | None) -> None:
+    ctx.options = tuple(options)
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _keep_map(ctx: Any, input: Tensor) -> None:
+    # Under vmap an axis of the map is hidden, and torch does not answer for its layout.
+    channels_last = not torch._C._are_functorch_transforms_active() and _is_channels_last(input)
+    ctx.sizes, ctx.channels_last = input.shape, channels_last
+
+
+def _refuse_boxes_tangent(tangent: Tensor | None) -> None:
+    if tangent is not None:
+        raise NotImplementedError("opzoo.roi_align is not differentiable in boxes; detach them")
+
+
+def _to_map(ctx: Any, adjoint: Any, grad: Tensor | None) -> Tensor | None:
+    if grad is None:
+        return None
+    if grad.is_cuda and torch.are_deterministic_algorithms_enabled():
+        alert_not_deterministic("opzoo::roi_align backward on CUDA")
+    return adjoint(grad, *ctx.saved_tensors, *ctx.sizes, *ctx.options, ctx.channels_last)
+
+
+def _save_average(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
+    input, boxes, batch_index, height, width, *options = args
+    ctx.output_size = height, width
+    _keep_map(ctx, input)
+    _keep(ctx, options, boxes, batch_index)
+
+
+def _average_grad(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+    return _to_map(ctx, _average_backward, grad), *(None,) * 7
+
+
+def _average_jvp(ctx: Any, tangent: Tensor | None, boxes_tangent: Tensor | None, *_: Any) -> Tensor | None:
+    _refuse_boxes_tangent(boxes_tangent)
+    return None if tangent is None else _average(tangent, *ctx.saved_tensors, *ctx.output_size, *ctx.options)
+
+
+def _save_average_backward(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
+    grad, boxes, batch_index, *ctx.sizes, scale, ratio, aligned, ctx.channels_last = args
+    ctx.output_size = grad.shape[2:]
+    _keep(ctx, (scale, ratio, aligned), boxes, batch_index)
+
+
+def _average_backward_grad(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+    if grad is not None:
+        grad = _average(grad, *ctx.saved_tensors, *ctx.output_size, *ctx.options)
+    return grad, *(None,) * 10
+
+
+def _average_backward_jvp(ctx: Any, tangent: Tensor | None, boxes_tangent: Tensor | None, *_: Any) -> Tensor | None:
+    _refuse_boxes_tangent(boxes_tangent)
+    if tangent is None:
+        return None
+    return _average_backward(tangent, *ctx.saved_tensors, *ctx.sizes, *ctx.options, ctx.channels_last)
+
+
+def _save_maximum(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    input, boxes, batch_index, _, _, *options = args
+    ctx.mark_non_differentiable(output[1])
+    _keep_map(ctx, input)
+    _keep(ctx, options, output[1], boxes, batch_index)
+
+
+def _maximum_grad(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    return _to_map(ctx, _maximum_backward, grad), *(None,) * 7
+
+
+def _maximum_jvp(ctx: Any, tangent: Tensor | None, boxes_tangent: Tensor | None, *_: Any) -> tuple[Any, None]:
+    _refuse_boxes_tangent(boxes_tangent)
+    return None if tangent is None else _sample(tangent, *ctx.saved_tensors, *ctx.options), None
+
+
+def _save_sample(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
+    input, argmax, boxes, batch_index, *options = args
+    _keep_map(ctx, input)
+    _keep(ctx, options, argmax, boxes, batch_index)
+
+
+def _sample_grad(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+    return _to_map(ctx, _maximum_backward, grad), *(None,) * 6
+
+
+def _sample_jvp(ctx: Any, tangent: Tensor | None, _: Any, boxes_tangent: Tensor | None, *rest: Any) -> Tensor | None:
+    _refuse_boxes_tangent(boxes_tangent)
+    return None if tangent is None else _sample(tangent, *ctx.saved_tensors, *ctx.options)
+
+
+def _save_maximum_backward(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
+    _, argmax, boxes, batch_index, *ctx.sizes, scale, ratio, aligned, ctx.channels_last = args
+    _keep(ctx, (scale, ratio, aligned), argmax, boxes, batch_index)
+
+
+def _maximum_backward_grad(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+    if grad is not None:
+        grad = _sample(grad, *ctx.saved_tensors, *ctx.options)
+    return grad, *(None,) * 11
+
+
+def _maximum_backward_jvp(
+    ctx: Any, tangent: Tensor | None, _: Any, boxes_tangent: Tensor | None, *rest: Any
+) -> Tensor | None:
+    _refuse_boxes_tangent(boxes_tangent)
+    if tangent is None:
+        return None
+    return _maximum_backward(tangent, *ctx.saved_tensors, *ctx.sizes, *ctx.options, ctx.channels_last)
+
+
+# vmap. Where only features are batched, the new axis joins the channels. Where boxes are, it joins
+# the RoIs, and the images as well unless all share one map.
+
+Batched = tuple[Any, "int | None"]  # a tensor and its vmapped axis
+
+
+class _Folded:
+    """Arguments with the vmapped axis folded away; ``unfold`` brings it back in a result."""
+
+    def __init__(
+        self, size: int, images: Any, boxes: Batched, batch_index: Batched, pooled: Sequence[Batched], map: Batched
+    ) -> None:
+        self.size = size
+        self.axis = 1 if boxes[1] is None and batch_index[1] is None else 0
+        self.boxes, self.batch_index = boxes[0], batch_index[0]
+        self.map, shared_map = map[0], map[0] is not None and map[1] is None
+        if self.axis == 0:
+            index = _image_indices(boxes[0] if boxes[1] is None else boxes[0].movedim(boxes[1], 0), batch_index, images)
+            coordinates = self._leading(boxes)[..., -4:]
+            index = index.expand(coordinates.shape[:-1])
+            if not shared_map:
+                first = torch.arange(size, device=index.device).unsqueeze(1) * images
+                index = torch.where(index >= 0, index + first, index)
+            self.boxes, self.batch_index = coordinates.flatten(0, 1), index.flatten()
+        if self.map is not None and not (self.axis == 0 and shared_map):
+            self.map = self._fold(map)
+        self.pooled = [self._fold(t) for t in pooled]
+
+    def _leading(self, t: Batched, axis: int = 0) -> Tensor:
+        tensor, dim = t
+        if dim is not None:
+            return tensor.movedim(dim, axis)
+        tensor = tensor.unsqueeze(axis)
+        return tensor.expand(*tensor.shape[:axis], self.size, *tensor.shape[axis + 1 :])
+
+    def _fold(self, t: Batched) -> Tensor:
+        return self._leading(t, self.axis).flatten(self.axis, self.axis + 1)
+
+    def unfold(self, result: Tensor) -> Tensor:
+        return result.unflatten(self.axis, (self.size, result.shape[self.axis] // self.size))
+
+
+def _image_indices(boxes: Tensor, batch_index: Batched, images: Any) -> Tensor:
+    """int64 image indices ``[K]`` or ``[B, K]``, -1 for one that is none of the batch."""
+    index, dim = batch_index
+    if index is None:
+        largest = _largest_exact_index(boxes.dtype, torch.float64)
+        torch._check(
+            images - 1 <= largest,
+            lambda: f"opzoo::roi_align: boxes of dtype {boxes.dtype} hold image indices exactly up to {largest}",
+        )
+        index = boxes[..., 0]
+    elif dim is not None:
+        index = index.movedim(dim, 0)
+    valid = (index >= 0) & (index < images) & (index == index.floor())
+    return torch.where(valid, index, -1).long()
+
+
+def _axis_after(t: Tensor, dim: int | None, axis: int) -> Any:
+    """Size of an axis, the vmapped one not counted."""
+    return t.shape[axis if dim is None or axis < dim else axis + 1]
+
+
+def _average_vmap(info: Any, dims: Any, input: Tensor, boxes: Tensor, index: Any, *rest: Any) -> tuple[Tensor, int]:
+    images = _axis_after(input, dims[0], 0)
+    f = _Folded(info.batch_size, images, (boxes, dims[1]), (index, dims[2]), (), (input, dims[0]))
+    return f.unfold(_average(f.map, f.boxes, f.batch_index, *rest)), f.axis
+
+
+def _maximum_vmap(info: Any, dims: Any, input: Tensor, boxes: Tensor, index: Any, *rest: Any) -> tuple[Any, Any]:
+    images = _axis_after(input, dims[0], 0)
+    f = _Folded(info.batch_size, images, (boxes, dims[1]), (index, dims[2]), (), (input, dims[0]))
+    output, argmax = _maximum(f.map, f.boxes, f.batch_index, *rest)
+    return (f.unfold(output), f.unfold(argmax)), (f.axis, f.axis)
+
+
+def _sample_vmap(
+    info: Any, dims: Any, input: Tensor, argmax: Tensor, boxes: Tensor, index: Any, *rest: Any
+) -> tuple[Tensor, int]:
+    images = _axis_after(input, dims[0], 0)
+    f = _Folded(info.batch_size, images, (boxes, dims[2]), (index, dims[3]), ((argmax, dims[1]),), (input, dims[0]))
+    return f.unfold(_sample(f.map, *f.pooled, f.boxes, f.batch_index, *rest)), f.axis
+
+
+def _grad_input_vmap(
+    call: Any, size: int, pooled: Sequence[Batched], boxes: Batched, index: Batched, n: Any, c: Any, rest: Any
+) -> tuple[Tensor, int]:
+    f = _Folded(size, n, boxes, index, pooled, (None, None))
+    n, c = (n * size, c) if f.axis == 0 else (n, c * size)
+    return f.unfold(call(*f.pooled, f.boxes, f.batch_index, n, c, *rest)), f.axis
+
+
+def _average_backward_vmap(
+    info: Any, dims: Any, grad: Tensor, boxes: Tensor, index: Any, n: Any, c: Any, *rest: Any
+) -> tuple[Tensor, int]:
+    pooled = ((grad, dims[0]),)
+    return _grad_input_vmap(_average_backward, info.batch_size, pooled, (boxes, dims[1]), (index, dims[2]), n, c, rest)
+
+
+def _maximum_backward_vmap(
+    info: Any, dims: Any, grad: Tensor, argmax: Tensor, boxes: Tensor, index: Any, n: Any, c: Any, *rest: Any
+) -> tuple[Tensor, int]:
+    pooled = (grad, dims[0]), (argmax, dims[1])
+    return _grad_input_vmap(_maximum_backward, info.batch_size, pooled, (boxes, dims[2]), (index, dims[3]), n, c, rest)
+
+
+for _op, _fake in (
+    ("roi_align", _fake_average),
+    ("_roi_align_backward", _fake_average_backward),
+    ("_roi_align_max", _fake_maximum),
+    ("_roi_align_max_backward", _fake_maximum_backward),
+    ("_roi_align_max_sample", _fake_sample),
+):
+    torch.library.register_fake(f"opzoo::{_op}", _fake, lib=LIBRARY)
+
+_average = differentiable(
+    torch.ops.opzoo.roi_align.default,
+    inputs=(0,),
+    save=_save_average,
+    backward=_average_grad,
+    jvp=_average_jvp,
+    vmap=_average_vmap,
+)
+_average_backward = differentiable(
+    torch.ops.opzoo._roi_align_backward.default,
+    inputs=(0,),
+    save=_save_average_backward,
+    backward=_average_backward_grad,
+    jvp=_average_backward_jvp,
+    vmap=_average_backward_vmap,
+)
+_maximum = differentiable(
+    torch.ops.opzoo._roi_align_max.default,
+    inputs=(0,),
+    save=_save_maximum,
+    backward=_maximum_grad,
+    jvp=_maximum_jvp,
+    vmap=_maximum_vmap,
+)
+_maximum_backward = differentiable(
+    torch.ops.opzoo._roi_align_max_backward.default,
+    inputs=(0,),
+    save=_save_maximum_backward,
+    backward=_maximum_backward_grad,
+    jvp=_maximum_backward_jvp,
+    vmap=_maximum_backward_vmap,
+)
+_sample = differentiable(
+    torch.ops.opzoo._roi_align_max_sample.default,
+    inputs=(0,),
+    save=_save_sample,
+    backward=_sample_grad,
+    jvp=_sample_jvp,
+    vmap=_sample_vmap,
+)
