@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from digits.data import Scenes
+from digits.data import SIZE, Scenes
 from digits.evaluate import IOU, match
 from digits.model import Detections
 
@@ -59,7 +59,8 @@ def _draw(axis: Axes, found: Detections, truth: Tensor, labels: Tensor) -> None:
     for box, score, label, partner in zip(*(field.tolist() for field in (*shown, matched)), strict=True):
         colour = RIGHT if partner >= 0 else WRONG
         _rectangle(axis, box, colour, width=1.8)
-        above = box[1] > 9
+        # Right ones above their box, wrong ones below it, so that two on one digit can both be read.
+        above = box[1] > 9 if partner >= 0 else box[3] > SIZE - 9
         axis.text(
             box[0],
             box[1] - 1.5 if above else box[3] + 1.5,
