@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch._prims_common import alert_not_deterministic
 
 from opzoo._library import LIBRARY
 from opzoo.ops._common import differentiable, pair
+from opzoo.ops._roi_fold import Batched, Folded, axis_after, largest_exact_index
 
 MAX_SAMPLING_RATIO = 32767
 
@@ -166,7 +167,7 @@ def _check_boxes(
     if empty_map:
         torch._check(boxes.shape[0] == 0, lambda: f"opzoo::{op}: boxes must be empty for a map without pixels")
     if batch_index is None:
-        largest = _largest_exact_index(boxes.dtype, features.dtype)
+        largest = largest_exact_index(boxes.dtype, features.dtype)
         torch._check(
             batch - 1 <= largest,
             lambda: f"opzoo::{op}: boxes of dtype {boxes.dtype} hold image indices exactly up to {largest}",
@@ -180,12 +181,6 @@ def _check_boxes(
         batch_index.shape[0] == boxes.shape[0],
         lambda: f"opzoo::{op}: batch_index must have shape [{boxes.shape[0]}], got {list(batch_index.shape)}",
     )
-
-
-def _largest_exact_index(boxes: torch.dtype, features: torch.dtype) -> int:
-    if boxes in (torch.float16, torch.bfloat16):
-        return 2**11 if boxes == torch.float16 else 2**8
-    return 2**53 if boxes == features == torch.float64 else 2**24
 
 
 def _check_features(op: str, name: str, t: Tensor) -> None:
@@ -310,194 +305,89 @@ def _fake_maximum_backward(
     return grad_input
 
 
-# Derivatives. For given boxes (and argmax) every operator below is linear in its features, and each
-# one's adjoint is another one: average <-> average_backward, sample <-> maximum_backward.
+# Derivatives. For given boxes (and argmax) every operator but the maximum itself is linear in its
+# features, and each one's adjoint is another one: average <-> average_backward, and
+# sample <-> maximum_backward. The maximum is differentiated as the sample of its argmax.
 
 
-def _keep(ctx: Any, options: Sequence[Any], *tensors: Tensor | None) -> None:
-    ctx.options = tuple(options)
+def _keep(ctx: Any, tensors: Sequence[Tensor | None], own: Sequence[Any], adjoint: Sequence[Any]) -> None:
+    """Keep the tensors behind the features, and the numbers behind those: the operator's and its adjoint's."""
+    ctx.own, ctx.adjoint = own, adjoint
     ctx.save_for_backward(*tensors)
     ctx.save_for_forward(*tensors)
     ctx.set_materialize_grads(False)
 
 
-def _keep_map(ctx: Any, input: Tensor) -> None:
-    # Under vmap an axis of the map is hidden, and torch does not answer for its layout.
-    channels_last = not torch._C._are_functorch_transforms_active() and _is_channels_last(input)
-    ctx.sizes, ctx.channels_last = input.shape, channels_last
+def _transpose(ctx: Any, adjoint: Callable[..., Any], grad: Tensor | None, arguments: int) -> tuple[Any, ...]:
+    if grad is not None:
+        grad = adjoint(grad, *ctx.saved_tensors, *ctx.adjoint)
+    return grad, *(None,) * (arguments - 1)
 
 
-def _refuse_boxes_tangent(tangent: Tensor | None) -> None:
-    if tangent is not None:
+def _push(ctx: Any, call: Callable[..., Any], tangent: Tensor | None, *others: Tensor | None) -> Tensor | None:
+    if any(other is not None for other in others):
         raise NotImplementedError("opzoo.roi_align is not differentiable in boxes; detach them")
+    return None if tangent is None else call(tangent, *ctx.saved_tensors, *ctx.own)
 
 
-def _to_map(ctx: Any, adjoint: Any, grad: Tensor | None) -> Tensor | None:
-    if grad is None:
-        return None
+def _linear(
+    op: Any, tensors: int, adjoint: Callable[..., Any], adjoint_numbers: Callable[..., Any], vmap: Callable[..., Any]
+) -> Callable[..., Any]:
+    """An operator of features, as many ``tensors`` and numbers. ``adjoint_numbers(args)`` are its adjoint's."""
+    arguments = len(op._schema.arguments)
+
+    def save(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
+        _keep(ctx, args[1 : 1 + tensors], args[1 + tensors :], adjoint_numbers(args))
+
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        return _transpose(ctx, adjoint, grad, arguments)
+
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:
+        return _push(ctx, call, *tangents)
+
+    call = differentiable(op, inputs=(0,), save=save, backward=backward, jvp=jvp, vmap=vmap)
+    return call
+
+
+def _map_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What makes a gradient of the map args[0]: its sizes, the geometry, its layout."""
+    # Under vmap an axis of the map is hidden, and torch does not answer for its layout.
+    channels_last = not torch._C._are_functorch_transforms_active() and _is_channels_last(args[0])
+    return *args[0].shape, *args[-3:], channels_last
+
+
+def _pooled_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return *args[0].shape[-2:], *args[-4:-1]
+
+
+def _to_map(call: Callable[..., Any], grad: Tensor, *args: Any) -> Tensor:
     if grad.is_cuda and torch.are_deterministic_algorithms_enabled():
         alert_not_deterministic("opzoo::roi_align backward on CUDA")
-    return adjoint(grad, *ctx.saved_tensors, *ctx.sizes, *ctx.options, ctx.channels_last)
-
-
-def _save_average(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
-    input, boxes, batch_index, height, width, *options = args
-    ctx.output_size = height, width
-    _keep_map(ctx, input)
-    _keep(ctx, options, boxes, batch_index)
-
-
-def _average_grad(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-    return _to_map(ctx, _average_backward, grad), *(None,) * 7
-
-
-def _average_jvp(ctx: Any, tangent: Tensor | None, boxes_tangent: Tensor | None, *_: Any) -> Tensor | None:
-    _refuse_boxes_tangent(boxes_tangent)
-    return None if tangent is None else _average(tangent, *ctx.saved_tensors, *ctx.output_size, *ctx.options)
-
-
-def _save_average_backward(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
-    grad, boxes, batch_index, *ctx.sizes, scale, ratio, aligned, ctx.channels_last = args
-    ctx.output_size = grad.shape[2:]
-    _keep(ctx, (scale, ratio, aligned), boxes, batch_index)
-
-
-def _average_backward_grad(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-    if grad is not None:
-        grad = _average(grad, *ctx.saved_tensors, *ctx.output_size, *ctx.options)
-    return grad, *(None,) * 10
-
-
-def _average_backward_jvp(ctx: Any, tangent: Tensor | None, boxes_tangent: Tensor | None, *_: Any) -> Tensor | None:
-    _refuse_boxes_tangent(boxes_tangent)
-    if tangent is None:
-        return None
-    return _average_backward(tangent, *ctx.saved_tensors, *ctx.sizes, *ctx.options, ctx.channels_last)
+    return call(grad, *args)
 
 
 def _save_maximum(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    input, boxes, batch_index, _, _, *options = args
     ctx.mark_non_differentiable(output[1])
-    _keep_map(ctx, input)
-    _keep(ctx, options, output[1], boxes, batch_index)
+    _keep(ctx, (output[1], *args[1:3]), args[-3:], _map_numbers(args))
 
 
 def _maximum_grad(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
-    return _to_map(ctx, _maximum_backward, grad), *(None,) * 7
+    return _transpose(ctx, _maximum_to_map, grad, 8)
 
 
-def _maximum_jvp(ctx: Any, tangent: Tensor | None, boxes_tangent: Tensor | None, *_: Any) -> tuple[Any, None]:
-    _refuse_boxes_tangent(boxes_tangent)
-    return None if tangent is None else _sample(tangent, *ctx.saved_tensors, *ctx.options), None
-
-
-def _save_sample(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
-    input, argmax, boxes, batch_index, *options = args
-    _keep_map(ctx, input)
-    _keep(ctx, options, argmax, boxes, batch_index)
-
-
-def _sample_grad(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-    return _to_map(ctx, _maximum_backward, grad), *(None,) * 6
-
-
-def _sample_jvp(ctx: Any, tangent: Tensor | None, _: Any, boxes_tangent: Tensor | None, *rest: Any) -> Tensor | None:
-    _refuse_boxes_tangent(boxes_tangent)
-    return None if tangent is None else _sample(tangent, *ctx.saved_tensors, *ctx.options)
-
-
-def _save_maximum_backward(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
-    _, argmax, boxes, batch_index, *ctx.sizes, scale, ratio, aligned, ctx.channels_last = args
-    _keep(ctx, (scale, ratio, aligned), argmax, boxes, batch_index)
-
-
-def _maximum_backward_grad(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-    if grad is not None:
-        grad = _sample(grad, *ctx.saved_tensors, *ctx.options)
-    return grad, *(None,) * 11
-
-
-def _maximum_backward_jvp(
-    ctx: Any, tangent: Tensor | None, _: Any, boxes_tangent: Tensor | None, *rest: Any
-) -> Tensor | None:
-    _refuse_boxes_tangent(boxes_tangent)
-    if tangent is None:
-        return None
-    return _maximum_backward(tangent, *ctx.saved_tensors, *ctx.sizes, *ctx.options, ctx.channels_last)
-
-
-# vmap. Where only features are batched, the new axis joins the channels. Where boxes are, it joins
-# the RoIs, and the images as well unless all share one map.
-
-Batched = tuple[Any, "int | None"]  # a tensor and its vmapped axis
-
-
-class _Folded:
-    """Arguments with the vmapped axis folded away; ``unfold`` brings it back in a result."""
-
-    def __init__(
-        self, size: int, images: Any, boxes: Batched, batch_index: Batched, pooled: Sequence[Batched], map: Batched
-    ) -> None:
-        self.size = size
-        self.axis = 1 if boxes[1] is None and batch_index[1] is None else 0
-        self.boxes, self.batch_index = boxes[0], batch_index[0]
-        self.map, shared_map = map[0], map[0] is not None and map[1] is None
-        if self.axis == 0:
-            index = _image_indices(boxes[0] if boxes[1] is None else boxes[0].movedim(boxes[1], 0), batch_index, images)
-            coordinates = self._leading(boxes)[..., -4:]
-            index = index.expand(coordinates.shape[:-1])
-            if not shared_map:
-                first = torch.arange(size, device=index.device).unsqueeze(1) * images
-                index = torch.where(index >= 0, index + first, index)
-            self.boxes, self.batch_index = coordinates.flatten(0, 1), index.flatten()
-        if self.map is not None and not (self.axis == 0 and shared_map):
-            self.map = self._fold(map)
-        self.pooled = [self._fold(t) for t in pooled]
-
-    def _leading(self, t: Batched, axis: int = 0) -> Tensor:
-        tensor, dim = t
-        if dim is not None:
-            return tensor.movedim(dim, axis)
-        tensor = tensor.unsqueeze(axis)
-        return tensor.expand(*tensor.shape[:axis], self.size, *tensor.shape[axis + 1 :])
-
-    def _fold(self, t: Batched) -> Tensor:
-        return self._leading(t, self.axis).flatten(self.axis, self.axis + 1)
-
-    def unfold(self, result: Tensor) -> Tensor:
-        return result.unflatten(self.axis, (self.size, result.shape[self.axis] // self.size))
-
-
-def _image_indices(boxes: Tensor, batch_index: Batched, images: Any) -> Tensor:
-    """int64 image indices ``[K]`` or ``[B, K]``, -1 for one that is none of the batch."""
-    index, dim = batch_index
-    if index is None:
-        largest = _largest_exact_index(boxes.dtype, torch.float64)
-        torch._check(
-            images - 1 <= largest,
-            lambda: f"opzoo::roi_align: boxes of dtype {boxes.dtype} hold image indices exactly up to {largest}",
-        )
-        index = boxes[..., 0]
-    elif dim is not None:
-        index = index.movedim(dim, 0)
-    valid = (index >= 0) & (index < images) & (index == index.floor())
-    return torch.where(valid, index, -1).long()
-
-
-def _axis_after(t: Tensor, dim: int | None, axis: int) -> Any:
-    """Size of an axis, the vmapped one not counted."""
-    return t.shape[axis if dim is None or axis < dim else axis + 1]
+def _maximum_jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Any, None]:
+    return _push(ctx, _sample, *tangents), None
 
 
 def _average_vmap(info: Any, dims: Any, input: Tensor, boxes: Tensor, index: Any, *rest: Any) -> tuple[Tensor, int]:
-    images = _axis_after(input, dims[0], 0)
-    f = _Folded(info.batch_size, images, (boxes, dims[1]), (index, dims[2]), (), (input, dims[0]))
+    images = axis_after(input, dims[0], 0)
+    f = Folded(info.batch_size, images, (boxes, dims[1]), (index, dims[2]), (), (input, dims[0]))
     return f.unfold(_average(f.map, f.boxes, f.batch_index, *rest)), f.axis
 
 
 def _maximum_vmap(info: Any, dims: Any, input: Tensor, boxes: Tensor, index: Any, *rest: Any) -> tuple[Any, Any]:
-    images = _axis_after(input, dims[0], 0)
-    f = _Folded(info.batch_size, images, (boxes, dims[1]), (index, dims[2]), (), (input, dims[0]))
+    images = axis_after(input, dims[0], 0)
+    f = Folded(info.batch_size, images, (boxes, dims[1]), (index, dims[2]), (), (input, dims[0]))
     output, argmax = _maximum(f.map, f.boxes, f.batch_index, *rest)
     return (f.unfold(output), f.unfold(argmax)), (f.axis, f.axis)
 
@@ -505,15 +395,15 @@ def _maximum_vmap(info: Any, dims: Any, input: Tensor, boxes: Tensor, index: Any
 def _sample_vmap(
     info: Any, dims: Any, input: Tensor, argmax: Tensor, boxes: Tensor, index: Any, *rest: Any
 ) -> tuple[Tensor, int]:
-    images = _axis_after(input, dims[0], 0)
-    f = _Folded(info.batch_size, images, (boxes, dims[2]), (index, dims[3]), ((argmax, dims[1]),), (input, dims[0]))
+    images = axis_after(input, dims[0], 0)
+    f = Folded(info.batch_size, images, (boxes, dims[2]), (index, dims[3]), ((argmax, dims[1]),), (input, dims[0]))
     return f.unfold(_sample(f.map, *f.pooled, f.boxes, f.batch_index, *rest)), f.axis
 
 
 def _grad_input_vmap(
     call: Any, size: int, pooled: Sequence[Batched], boxes: Batched, index: Batched, n: Any, c: Any, rest: Any
 ) -> tuple[Tensor, int]:
-    f = _Folded(size, n, boxes, index, pooled, (None, None))
+    f = Folded(size, n, boxes, index, pooled, (None, None))
     n, c = (n * size, c) if f.axis == 0 else (n, c * size)
     return f.unfold(call(*f.pooled, f.boxes, f.batch_index, n, c, *rest)), f.axis
 
@@ -541,43 +431,37 @@ for _op, _fake in (
 ):
     torch.library.register_fake(f"opzoo::{_op}", _fake, lib=LIBRARY)
 
-_average = differentiable(
-    torch.ops.opzoo.roi_align.default,
-    inputs=(0,),
-    save=_save_average,
-    backward=_average_grad,
-    jvp=_average_jvp,
-    vmap=_average_vmap,
+
+def _average_to_map(*args: Any) -> Tensor:
+    return _to_map(_average_backward, *args)
+
+
+def _maximum_to_map(*args: Any) -> Tensor:
+    return _to_map(_maximum_backward, *args)
+
+
+def _map_to_average(*args: Any) -> Tensor:
+    return _average(*args)
+
+
+def _map_to_sample(*args: Any) -> Tensor:
+    return _sample(*args)
+
+
+_ops = torch.ops.opzoo
+_average = _linear(_ops.roi_align.default, 2, _average_to_map, _map_numbers, _average_vmap)
+_average_backward = _linear(
+    _ops._roi_align_backward.default, 2, _map_to_average, _pooled_numbers, _average_backward_vmap
 )
-_average_backward = differentiable(
-    torch.ops.opzoo._roi_align_backward.default,
-    inputs=(0,),
-    save=_save_average_backward,
-    backward=_average_backward_grad,
-    jvp=_average_backward_jvp,
-    vmap=_average_backward_vmap,
+_sample = _linear(_ops._roi_align_max_sample.default, 3, _maximum_to_map, _map_numbers, _sample_vmap)
+_maximum_backward = _linear(
+    _ops._roi_align_max_backward.default, 3, _map_to_sample, lambda args: args[-4:-1], _maximum_backward_vmap
 )
 _maximum = differentiable(
-    torch.ops.opzoo._roi_align_max.default,
+    _ops._roi_align_max.default,
     inputs=(0,),
     save=_save_maximum,
     backward=_maximum_grad,
     jvp=_maximum_jvp,
     vmap=_maximum_vmap,
-)
-_maximum_backward = differentiable(
-    torch.ops.opzoo._roi_align_max_backward.default,
-    inputs=(0,),
-    save=_save_maximum_backward,
-    backward=_maximum_backward_grad,
-    jvp=_maximum_backward_jvp,
-    vmap=_maximum_backward_vmap,
-)
-_sample = differentiable(
-    torch.ops.opzoo._roi_align_max_sample.default,
-    inputs=(0,),
-    save=_save_sample,
-    backward=_sample_grad,
-    jvp=_sample_jvp,
-    vmap=_sample_vmap,
 )

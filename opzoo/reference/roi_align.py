@@ -39,7 +39,7 @@ def roi_align(
         ys = _sample_positions(y1, y2, pooled_height, spatial_scale, sampling_ratio, aligned)  # [PH, grid_h]
         xs = _sample_positions(x1, x2, pooled_width, spatial_scale, sampling_ratio, aligned)  # [PW, grid_w]
         samples = _bilinear(features[image], ys.flatten(), xs.flatten())
-        samples = samples.reshape(-1, *ys.shape, *xs.shape).permute(0, 1, 3, 2, 4).flatten(3)
+        samples = samples.reshape(input.shape[1], *ys.shape, *xs.shape).permute(0, 1, 3, 2, 4).flatten(3)
         if samples.shape[-1] == 0:
             outputs.append(samples.sum(-1))
         elif pool_mode == "avg":

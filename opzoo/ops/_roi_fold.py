@@ -1,0 +1,79 @@
+"""vmap of operators that pool boxes from images: the new axis folded into one that is there already.
+
+Where only features are batched, the new axis joins the channels. Where boxes are, it joins the RoIs,
+and the images as well unless all share one map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Batched: TypeAlias = "tuple[Any, int | None]"  # a tensor and its vmapped axis
+
+
+class Folded:
+    """Arguments with the vmapped axis folded away; ``unfold`` brings it back in a result."""
+
+    def __init__(
+        self, size: int, images: Any, boxes: Batched, batch_index: Batched, pooled: Sequence[Batched], map: Batched
+    ) -> None:
+        self.size = size
+        self.axis = 1 if boxes[1] is None and batch_index[1] is None else 0
+        self.boxes, self.batch_index = boxes[0], batch_index[0]
+        self.map, shared_map = map[0], map[0] is not None and map[1] is None
+        if self.axis == 0:
+            index = _image_indices(boxes[0] if boxes[1] is None else boxes[0].movedim(boxes[1], 0), batch_index, images)
+            coordinates = self._leading(boxes)[..., -4:]
+            index = index.expand(coordinates.shape[:-1])
+            if not shared_map:
+                first = torch.arange(size, device=index.device).unsqueeze(1) * images
+                index = torch.where(index >= 0, index + first, index)
+            self.boxes, self.batch_index = coordinates.flatten(0, 1), index.flatten()
+        if self.map is not None and not (self.axis == 0 and shared_map):
+            self.map = self._fold(map)
+        self.pooled = [self._fold(t) for t in pooled]
+
+    def _leading(self, t: Batched, axis: int = 0) -> Tensor:
+        tensor, dim = t
+        if dim is not None:
+            return tensor.movedim(dim, axis)
+        tensor = tensor.unsqueeze(axis)
+        return tensor.expand(*tensor.shape[:axis], self.size, *tensor.shape[axis + 1 :])
+
+    def _fold(self, t: Batched) -> Tensor:
+        return self._leading(t, self.axis).flatten(self.axis, self.axis + 1)
+
+    def unfold(self, result: Tensor) -> Tensor:
+        return result.unflatten(self.axis, (self.size, result.shape[self.axis] // self.size))
+
+
+def _image_indices(boxes: Tensor, batch_index: Batched, images: Any) -> Tensor:
+    """int64 image indices ``[K]`` or ``[B, K]``, -1 for one that is none of the batch."""
+    index, dim = batch_index
+    if index is None:
+        largest = largest_exact_index(boxes.dtype, torch.float64)
+        torch._check(
+            images - 1 <= largest,
+            lambda: f"opzoo::roi_align: boxes of dtype {boxes.dtype} hold image indices exactly up to {largest}",
+        )
+        index = boxes[..., 0]
+    elif dim is not None:
+        index = index.movedim(dim, 0)
+    valid = (index >= 0) & (index < images) & (index == index.floor())
+    return torch.where(valid, index, -1).long()
+
+
+def axis_after(t: Tensor, dim: int | None, axis: int) -> Any:
+    """Size of an axis, the vmapped one not counted."""
+    return t.shape[axis if dim is None or axis < dim else axis + 1]
+
+
+def largest_exact_index(boxes: torch.dtype, features: torch.dtype) -> int:
+    """The largest n for which boxes of this dtype hold all image indices 0, 1, ..., n."""
+    if boxes in (torch.float16, torch.bfloat16):
+        return 2**11 if boxes == torch.float16 else 2**8
+    return 2**53 if boxes == features == torch.float64 else 2**24
