@@ -368,6 +368,7 @@ def test_autocast_inside_transforms(device: torch.device) -> None:
 # Compiled graphs.
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("shapes", [((6, 5), (5, 4)), ((5,), (5, 4)), ((3, 1, 6, 5), (2, 5, 4))], ids=shape_id)
 def test_compile(shapes: tuple[tuple[int, ...], tuple[int, ...]], device: torch.device) -> None:
     compiled = torch.compile(opzoo.matmul, fullgraph=True, dynamic=True, backend="aot_eager")

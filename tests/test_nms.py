@@ -134,7 +134,7 @@ def test_mask_beyond_2_to_the_31_words(n):
 
 @pytest.mark.gpu
 def test_mask_that_does_not_fit_is_an_out_of_memory_error():
-    boxes = torch.rand(1, 4, device="cuda").expand(20_000_000, 4)
+    boxes = torch.tensor([[0.0, 0.0, 2.0, 3.0]], device="cuda").expand(20_000_000, 4)
     with pytest.raises(RuntimeError, match=r"out of memory|API call failed"):
         opzoo.nms(boxes, torch.rand(20_000_000, device="cuda"), 0.5)
     assert opzoo.nms(boxes[:3], torch.rand(3, device="cuda"), 0.5).numel() == 1

@@ -63,6 +63,7 @@ def _assert_same_outputs(module, inputs):
         assert torch.equal(got, expected)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("first", TRANSFORM_SETS[:3], ids=str)
 def test_compile_fullgraph(device, backend, first):

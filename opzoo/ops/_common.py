@@ -169,30 +169,6 @@ def autocast_tensor(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return t.to(dtype)
 
 
-def no_double_backward(op: Op, message: str) -> None:
-    """Make differentiating ``op``, itself a backward, an error instead of a silent zero."""
-    name = _name(op)
-
-    class Refuse(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            with _BelowAutograd():
-                return op(*args)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            raise RuntimeError(message)
-
-    def autograd_kernel(*args: Any) -> Any:
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        if _is_grad_enabled() and any(t.requires_grad for t in tensors):
-            return Refuse.apply(*args)
-        with _BelowAutograd():
-            return op(*args)
-
-    LIBRARY.impl(name, autograd_kernel, "Autograd")
-
-
 def pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
     """``3`` or ``(3, 5)`` to a pair of ints."""
     if isinstance(value, (tuple, list)):

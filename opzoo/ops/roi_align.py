@@ -135,6 +135,10 @@ def _concatenate(input: Tensor, boxes: Sequence[Tensor]) -> tuple[Tensor, Tensor
             raise TypeError(f"opzoo::roi_align: boxes[{i}] must be a tensor, got {type(t).__name__}")
         if t.dim() != 2 or t.shape[1] != 4:
             raise RuntimeError(f"opzoo::roi_align: boxes[{i}] must have shape [L, 4], got {list(t.shape)}")
+        if t.device != input.device:
+            raise RuntimeError(
+                f"opzoo::roi_align: boxes[{i}] must be on the device of input, {input.device}, got {t.device}"
+            )
     if input.dim() == 4 and len(boxes) != input.shape[0]:
         raise ValueError(
             f"opzoo::roi_align: boxes must hold one tensor per image of input, {input.shape[0]}, got {len(boxes)}"

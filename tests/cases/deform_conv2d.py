@@ -48,3 +48,8 @@ CASES = [
         vmap_dims=(0, 0, 0, 0, 0),
     ),
 ]
+
+MODULES = [
+    lambda: opzoo.DeformConv2d(3, 4, 3, padding=1),
+    lambda: opzoo.DeformConv2d(4, 6, (3, 2), stride=2, dilation=(1, 2), groups=2, bias=False),
+]

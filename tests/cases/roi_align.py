@@ -90,3 +90,8 @@ CASES = [
         vmap_dims=(0, 0),
     ),
 ]
+
+MODULES = [
+    lambda: opzoo.RoIAlign((3, 5), 0.5, 2),
+    lambda: opzoo.RoIAlign(7, 0.25, -1, aligned=True, pool_mode="max"),
+]

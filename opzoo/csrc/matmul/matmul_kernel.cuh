@@ -60,6 +60,8 @@ __global__ void __launch_bounds__(kBlockSize) matmul_tiled_kernel(MatmulParams p
       matmul_load(a_tile, a + k * p.a_col, p.a_row, p.a_col, p.M - tile.row, p.K - k);
       matmul_load(b_tile, b + k * p.b_row, p.b_col, p.b_row, p.N - tile.col, p.K - k);
       __syncthreads();  // the tiles are complete before anyone reads them
+      // Sixteen terms at a time: one chain over all of K loses digits with its length.
+      acc part[kMatmulEdge][kMatmulEdge] = {};
 #pragma unroll
       for (int step = 0; step < kMatmulDepth; ++step) {
         acc left[kMatmulEdge], right[kMatmulEdge];
@@ -71,8 +73,13 @@ __global__ void __launch_bounds__(kBlockSize) matmul_tiled_kernel(MatmulParams p
 #pragma unroll
         for (int i = 0; i < kMatmulEdge; ++i) {
 #pragma unroll
-          for (int j = 0; j < kMatmulEdge; ++j) sum[i][j] += left[i] * right[j];
+          for (int j = 0; j < kMatmulEdge; ++j) part[i][j] += left[i] * right[j];
         }
+      }
+#pragma unroll
+      for (int i = 0; i < kMatmulEdge; ++i) {
+#pragma unroll
+        for (int j = 0; j < kMatmulEdge; ++j) sum[i][j] += part[i][j];
       }
       __syncthreads();  // everyone has read the tiles before the next step overwrites them
     }
