@@ -1,17 +1,37 @@
 """opzoo: operators for object detection on PyTorch, CPU and CUDA, forward and backward."""
 
+import sys
+
+# `python -m opzoo.info` imports this package before the module it runs, and everything below fails
+# loudly where torch or _C is broken: just where the command is needed. So it runs here, first. While
+# Python looks for the module, argv[0] is "-m", and the name stands as far from the end of orig_argv
+# as argv is long.
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].endswith("opzoo.info"):
+    from opzoo.info import main
+
+    raise SystemExit(main(sys.argv[1:]))
+
 from opzoo import reference
 from opzoo._library import build_info, set_debug
 from opzoo._version import __version__
 from opzoo.ops.add import Add, add
+from opzoo.ops.deform_conv2d import DeformConv2d, deform_conv2d
+from opzoo.ops.matmul import MatMul, matmul
+from opzoo.ops.nms import batched_nms, nms
 from opzoo.ops.roi_align import RoIAlign, roi_align
 
 __all__ = [
     "Add",
+    "DeformConv2d",
+    "MatMul",
     "RoIAlign",
     "__version__",
     "add",
+    "batched_nms",
     "build_info",
+    "deform_conv2d",
+    "matmul",
+    "nms",
     "reference",
     "roi_align",
     "set_debug",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALVES = (torch.float16, torch.bfloat16)
@@ -45,6 +45,16 @@ def contract_cases() -> list[Case]:
     found: list[Case] = []
     for module in pkgutil.iter_modules(cases.__path__):
         found += importlib.import_module(f"cases.{module.name}").CASES
+    return found
+
+
+def contract_modules() -> list[Callable[[], nn.Module]]:
+    """Makers of module instances: the optional ``MODULES`` of each file of ``tests/cases``."""
+    import cases
+
+    found: list[Callable[[], nn.Module]] = []
+    for module in pkgutil.iter_modules(cases.__path__):
+        found += getattr(importlib.import_module(f"cases.{module.name}"), "MODULES", [])
     return found
 
 

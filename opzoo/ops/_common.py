@@ -28,6 +28,7 @@ from opzoo._library import LIBRARY
 Args: TypeAlias = "tuple[Any, ...]"
 Op: TypeAlias = "torch._ops.OpOverload[..., Any]"
 
+_autocast_casts: dict[Op, Callable[..., Args]] = {}  # filled by register_autocast
 _BelowAutograd = torch._C._AutoDispatchBelowAutograd
 _functorch_active = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
@@ -128,6 +129,10 @@ def differentiable(
         if _is_compiling():
             return op(*args)
         if _functorch_active() or forward_ad._current_level >= 0:
+            # A Function runs above the dispatcher's Autocast key: cast here, where it is differentiated.
+            device = args[0].device.type
+            if autocast and torch.is_autocast_enabled(device):
+                args = _autocast_casts[op](torch.get_autocast_dtype(device), *args)
             return Functional.apply(*args)
         if autocast and torch.is_autocast_enabled(args[0].device.type):
             return op(*args)
@@ -142,6 +147,7 @@ def differentiable(
 def register_autocast(op: Op, cast: Callable[..., Args]) -> None:
     """Run ``op`` on ``cast(dtype, *args)`` where autocast is on, dtype being autocast's own."""
     name = _name(op)
+    _autocast_casts[op] = cast
 
     def kernel_for(device: str, key: Any) -> Callable[..., Any]:
         keyset = torch._C.DispatchKeySet(key)

@@ -27,7 +27,8 @@ def add(a: Tensor | Number, b: Tensor | Number, *, alpha: Number = 1) -> Tensor:
 
     Raises:
         RuntimeError: shapes do not broadcast, devices differ, or a dtype is complex.
-        ValueError: ``alpha`` is fractional for an integer result.
+        ValueError: ``alpha`` is fractional for an integer result, or an integer beyond 2**53 that float64
+            cannot hold.
 
     Under autocast the operator keeps the dtypes it is given and promotes, as torch does.
     Differentiable any number of times, in both modes; vmap-able; deterministic.
@@ -41,7 +42,10 @@ def add(a: Tensor | Number, b: Tensor | Number, *, alpha: Number = 1) -> Tensor:
         a = _number_like(a, b)
     if not isinstance(b, Tensor):
         b = _number_like(b, a)
-    return _add(a, b, float(alpha))
+    factor = float(alpha)
+    if factor != alpha and alpha == alpha:
+        raise ValueError(f"opzoo::add: alpha must be exact in float64, got {alpha}")
+    return _add(a, b, factor)
 
 
 class Add(nn.Module):
@@ -97,7 +101,7 @@ def _fake(a: Tensor, b: Tensor, alpha: float) -> Tensor:
     shape = torch.broadcast_shapes(a.shape, b.shape)
     dtype = torch.result_type(a, b)
     for t in (a, b):
-        if t.shape == shape:
+        if t.dim() == len(shape) and t.shape == shape:  # rank first: tuples compare sizes, a guard each
             if t.is_contiguous():
                 break
             if _is_dense(t):

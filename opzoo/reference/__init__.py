@@ -1,6 +1,9 @@
 """Every operator in plain PyTorch: what to read before the kernel, and what the tests compare with."""
 
 from opzoo.reference.add import add
+from opzoo.reference.deform_conv2d import deform_conv2d
+from opzoo.reference.matmul import matmul
+from opzoo.reference.nms import batched_nms, nms
 from opzoo.reference.roi_align import roi_align
 
-__all__ = ["add", "roi_align"]
+__all__ = ["add", "batched_nms", "deform_conv2d", "matmul", "nms", "roi_align"]

@@ -16,4 +16,4 @@ def add(a: Tensor, b: Tensor, *, alpha: float = 1) -> Tensor:
     """
     dtype = torch.result_type(a, b)
     a, b = torch.broadcast_tensors(a.to(dtype), b.to(dtype))
-    return a + b * alpha
+    return (a + b * alpha).to(dtype)

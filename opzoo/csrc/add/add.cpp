@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Schema, promotion, broadcasting: what add does before a device is involved.
+#include <cmath>
+
 #include "add/add_plan.h"
 
 namespace opzoo {
@@ -129,13 +131,13 @@ AddPlan plan_add(const Tensor& a, const Tensor& b, double alpha) {
 
   AddPlan plan;
   plan.dtype = result_type(a, b);
-  OPZOO_CHECK_VALUE(
-      is_floating(plan.dtype) || alpha == static_cast<double>(static_cast<int64_t>(alpha)),
-      "add",
-      "alpha must be an integer for a result of dtype ",
-      dtype_name(plan.dtype),
-      ", got ",
-      alpha);
+  const bool whole = std::trunc(alpha) == alpha && std::abs(alpha) < 0x1p63;
+  OPZOO_CHECK_VALUE(is_floating(plan.dtype) || whole,
+                    "add",
+                    "alpha must be an integer for a result of dtype ",
+                    dtype_name(plan.dtype),
+                    ", got ",
+                    alpha);
   const Sizes sizes = broadcast_shape(a, b);
   plan.out = empty_strided(sizes, output_strides(sizes, a, b), plan.dtype, reference);
   plan.params.alpha = alpha;

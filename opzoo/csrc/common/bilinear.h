@@ -8,7 +8,8 @@
 //   ZeroBorder   (deform_conv)  pixels outside the map are zero, so samples fade out over one pixel
 //
 // lo and hi are always valid indices of a non-empty axis, also where the weights are zero: a caller
-// may load first and multiply afterwards.
+// may load first and multiply afterwards. At a border both name the border pixel, so that an inf on
+// the far side of the map cannot enter a sample as 0 * inf.
 #pragma once
 
 #include <cmath>
@@ -66,13 +67,13 @@ struct ZeroBorder {
     const acc floor = std::floor(coordinate);
     const acc fraction = coordinate - floor;
     const int64_t below = static_cast<int64_t>(floor);
+    t.lo = below >= 0 ? below : 0;
+    t.hi = below + 1 < size ? below + 1 : below;
     if (below >= 0) {
-      t.lo = below;
       t.weight_lo = acc(1) - fraction;
       t.slope_lo = -1;
     }
     if (below + 1 < size) {
-      t.hi = below + 1;
       t.weight_hi = fraction;
       t.slope_hi = 1;
     }

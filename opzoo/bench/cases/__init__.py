@@ -1,0 +1,1 @@
+"""One module per operator. Each has ``cases(device_type)``, ``quick()`` and ``tiny()``, all returning lists of Case."""

@@ -1,0 +1,129 @@
+"""Clocks, and repeats that take turns."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Call = Callable[[], object]
+
+FLUSH_BYTES = 256 << 20  # several times the largest L2
+MIN_REPEATS, MAX_REPEATS = 5, 300
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    p20: float
+    p50: float
+    p80: float
+
+
+def quantile(samples: Sequence[float], q: float) -> float:
+    """The ``q`` quantile, linear between the two samples beside it."""
+    ordered = sorted(samples)
+    position = q * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def quantiles(samples: Sequence[float]) -> Quantiles:
+    return Quantiles(quantile(samples, 0.2), quantile(samples, 0.5), quantile(samples, 0.8))
+
+
+class Clock(Protocol):
+    def seconds(self, call: Call) -> float: ...
+
+
+class CpuClock:
+    """Wall time. Caches stay as the previous call left them."""
+
+    def seconds(self, call: Call) -> float:
+        start = time.perf_counter_ns()
+        call()
+        return (time.perf_counter_ns() - start) / 1e9
+
+
+class CudaClock:
+    """Device time between two events, the L2 filled with other data before.
+
+    The write of the flush also gives the host a head start: launches of a call that needs less host
+    time than the write takes leave no gaps. A call that waits for the device is timed to its return.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._other = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+        self._start = torch.cuda.Event(enable_timing=True)
+        self._end = torch.cuda.Event(enable_timing=True)
+
+    def seconds(self, call: Call) -> float:
+        self._other.zero_()
+        self._start.record()
+        call()
+        self._end.record()
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end) / 1e3
+
+
+class HostClock:
+    """Host time of one call among many: what Python, the dispatcher and the launches cost.
+
+    The device's backlog is waited for outside the time.
+    """
+
+    CALLS = 50
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+
+    def seconds(self, call: Call) -> float:
+        start = time.perf_counter_ns()
+        for _ in range(self.CALLS):
+            call()
+        elapsed = time.perf_counter_ns() - start
+        if self._cuda:
+            torch.cuda.synchronize()
+        return elapsed / self.CALLS / 1e9
+
+
+def clock_for(device: torch.device) -> Clock:
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def interleaved(clock: Clock, calls: Sequence[Call], budget: float) -> list[list[float]]:
+    """Samples of each call, in seconds, one after the other so that a change of clocks or load hits all alike.
+
+    Args:
+        clock: what a call is timed with.
+        calls: what to time; each is warmed up first.
+        budget: seconds for all samples together; at least ``MIN_REPEATS`` are taken.
+    """
+    with _no_garbage_collection():
+        estimate = 0.0
+        for call in calls:
+            warm = [clock.seconds(call) for _ in range(WARM_UP)]
+            estimate += min(warm)
+        repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(budget / max(estimate, 1e-9))))
+        samples: list[list[float]] = [[] for _ in calls]
+        for _ in range(repeats):
+            for call, kept in zip(calls, samples, strict=True):
+                kept.append(clock.seconds(call))
+    return samples

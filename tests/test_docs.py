@@ -1,0 +1,160 @@
+"""The documentation runs: Python blocks of the pages, examples of the docstrings, relative links.
+
+A block below ``<!-- not run: reason -->`` is left out, and one that needs a GPU where there is none.
+The blocks of a file share a namespace, in order.
+"""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import torch
+
+import opzoo
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in PAGES if page.exists()]
+MARKDOWN = sorted({*PAGES, *ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md")})
+
+NOT_RUN = re.compile(r"<!--\s*not run:\s*\S.*-->")
+NEEDS_GPU = re.compile(r"[\"']cuda(:\d+)?[\"']|\.cuda\(|torch\.cuda\.(?!is_available)")
+
+
+@dataclass
+class Block:
+    line: int  # of its first line of code, counted from 1
+    code: str
+    skipped: bool
+
+
+def blocks_of(text: str) -> list[Block]:
+    """The fenced ``python`` blocks of a page, indented ones included."""
+    found: list[Block] = []
+    lines = text.splitlines()
+    before, at = "", 0
+    while at < len(lines):
+        opening = re.match(r"(\s*)(`{3,}|~{3,})\s*\{?(?:code-block\}\s*)?(\w*)", lines[at])
+        if not opening:
+            before = lines[at] if lines[at].strip() else before
+            at += 1
+            continue
+        indent, fence, language = opening.groups()
+        end = next((i for i in range(at + 1, len(lines)) if lines[i].strip() == fence), len(lines))
+        if language in ("python", "py"):
+            body = [line.removeprefix(indent) for line in lines[at + 1 : end]]
+            found.append(Block(at + 2, "\n".join(body) + "\n", bool(NOT_RUN.search(before))))
+        before, at = "", end + 1
+    return found
+
+
+def test_blocks_are_found() -> None:
+    page = (
+        "text\n```python\na = 1\n```\n<!-- not run: needs weights -->\n\n```python\nb\n```\n"
+        "- item\n  ```py\n  c = a\n  ```\n```bash\nls\n```\nlast\n\n```python\nd\n```\n"
+    )
+    assert [(b.line, b.code, b.skipped) for b in blocks_of(page)] == [
+        (3, "a = 1\n", False),
+        (8, "b\n", True),
+        (12, "c = a\n", False),
+        (20, "d\n", False),
+    ]
+
+
+def run_page(page: Path, text: str) -> int:
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    ran = 0
+    for block in blocks_of(text):
+        if block.skipped:
+            continue
+        if NEEDS_GPU.search(block.code) and "is_available" not in block.code and not torch.cuda.is_available():
+            continue
+        try:  # the padding makes a traceback point at the line of the page
+            if block.code.lstrip().startswith(">>>"):
+                run_examples(block.code, f"{page.name}:{block.line}", namespace)
+            else:
+                exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+        except Exception as error:
+            raise AssertionError(f"{page}, block at line {block.line}: {error!r}") from error
+        ran += 1
+    return ran
+
+
+def run_examples(text: str, name: str, namespace: dict[str, object]) -> int:
+    """``>>>`` examples; the count that ran. Whitespace is free, because torch wraps as it likes."""
+    test = doctest.DocTestParser().get_doctest(text, namespace, name, name, 0)
+    report: list[str] = []
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    failed, tried = doctest.DocTestRunner(optionflags=flags).run(test, out=report.append, clear_globs=False)
+    assert failed == 0, "".join(report)
+    return tried
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    run_page(page, page.read_text(encoding="utf-8"))
+
+
+def test_a_wrong_page_fails(tmp_path: Path) -> None:
+    """The runner itself: an exception and a wrong printed value both count."""
+    for code in ("1 / 0", ">>> 1 + 1\n3"):
+        with pytest.raises(AssertionError, match="line 2"):
+            run_page(tmp_path / "page.md", f"```python\n{code}\n```\n")
+    assert run_page(tmp_path / "page.md", "```python\nx = 1\n```\n```python\nassert x == 1\n```\n") == 2
+
+
+PUBLIC = [name for name in opzoo.__all__ if callable(getattr(opzoo, name))]
+
+
+def _docstrings(value: object) -> list[str]:
+    texts = [inspect.getdoc(value) or ""]
+    if isinstance(value, type):
+        texts += [inspect.getdoc(method) or "" for method in vars(value).values() if inspect.isfunction(method)]
+    return [text for text in texts if text]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstring_examples(name: str) -> None:
+    value = getattr(opzoo, name)
+    torch.manual_seed(0)
+    ran = sum(run_examples(text, f"opzoo.{name}", {"torch": torch, "opzoo": opzoo}) for text in _docstrings(value))
+    if inspect.isfunction(value) and value.__module__.startswith("opzoo.ops."):
+        assert ran, f"opzoo.{name} has no example"
+
+
+LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(\s*<?([^)\s>]+)>?(?:\s+[\"'][^)]*)?\)|(?:src|href)=\"([^\"]+)\"")
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    outside_code = re.sub(r"^\s*(```|~~~).*?^\s*\1", "", text, flags=re.MULTILINE | re.DOTALL)
+    outside_code = re.sub(r"`[^`\n]*`", "", outside_code)
+    broken = []
+    for match in LINK.finditer(outside_code):
+        target = match[1] or match[2]
+        if re.match(r"[a-z][a-z0-9+.-]*:|//|#", target, re.IGNORECASE):
+            continue
+        path = unquote(target.partition("#")[0])
+        if not (page.parent / path).exists():
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links(page: Path) -> None:
+    assert not broken_links(page, page.read_text(encoding="utf-8"))
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    (tmp_path / "there.md").touch()
+    page = (
+        "[a](there.md#x) ![b](gone.png) [c](https://x.y/z) [d](#e) `[f](code.md)` [g](<gone two.md>) [[h]](no.md 'i')"
+    )
+    assert broken_links(tmp_path / "page.md", page) == ["gone.png", "no.md"]

@@ -1,0 +1,593 @@
+"""roi_align against the definition, torchvision, and the kinds of input that broke other libraries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torchvision
+from helpers import HALVES, assert_as_good_as, detector_boxes, error_against
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.func import grad, hessian, jacrev, jvp, vmap
+
+import opzoo
+from opzoo import reference
+
+MODES = ("avg", "max")
+NAN, INF = float("nan"), float("inf")
+OPS = torch.ops.opzoo
+
+
+def make_map(*shape, device, dtype=torch.float32, channels_last=False):
+    t = torch.randn(*shape, dtype=torch.float64).to(device=device, dtype=dtype)
+    return t.contiguous(memory_format=torch.channels_last) if channels_last else t
+
+
+def make_boxes(count, images, size, device):
+    """Boxes that start and end inside and outside the map, with the image index in front."""
+    corner = torch.rand(count, 2) * (size + 8) - 6
+    extent = torch.rand(count, 2) * size
+    index = torch.randint(images, (count, 1)).float()
+    return torch.cat([index, corner, corner + extent], 1).to(device)
+
+
+def box(*coordinates, image=0.0, device="cpu"):
+    return torch.tensor([[image, *coordinates]], device=device)
+
+
+def close(result, expected, tolerance=1e-5):
+    assert result.dtype == expected.dtype
+    assert error_against(expected, result) <= tolerance
+
+
+GEOMETRIES = [
+    pytest.param((3, 3), 1.0, 2, False, id="fixed"),
+    pytest.param((3, 3), 1.0, 2, True, id="fixed-aligned"),
+    pytest.param((2, 5), 0.5, -1, False, id="adaptive"),
+    pytest.param((2, 5), 0.3, 0, True, id="adaptive-aligned"),
+    pytest.param((1, 1), 2.0, 3, True, id="one-bin"),
+    pytest.param((7, 7), 0.25, 1, False, id="small"),
+    pytest.param((1, 31), 1.7, -1, True, id="wide"),
+    pytest.param((33, 2), 0.1, 5, False, id="tall"),
+]
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", [(2, 19, 13, 17), (3, 1, 31, 1), (1, 33, 1, 9)], ids=str)
+@pytest.mark.parametrize("size,scale,ratio,aligned", GEOMETRIES)
+def test_average_matches_torchvision_and_reference(device, size, scale, ratio, aligned, shape, channels_last):
+    x = make_map(*shape, device=device, channels_last=channels_last).requires_grad_()
+    boxes = make_boxes(9, shape[0], 20 / scale, device)
+    out = opzoo.roi_align(x, boxes, size, scale, ratio, aligned)
+    peer = torchvision.ops.roi_align(x, boxes, size, scale, ratio, aligned)
+    close(out, peer)
+    close(out, reference.roi_align(x, boxes, size, scale, ratio, aligned))
+    g = torch.randn_like(out)
+    close(torch.autograd.grad(out, x, g)[0], torch.autograd.grad(peer, x, g)[0], 1e-4)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("size,scale,ratio,aligned", GEOMETRIES)
+def test_maximum_matches_reference(device, size, scale, ratio, aligned, channels_last):
+    x = make_map(2, 17, 13, 15, device=device, channels_last=channels_last).requires_grad_()
+    boxes = make_boxes(9, 2, 20 / scale, device)
+    out = opzoo.roi_align(x, boxes, size, scale, ratio, aligned, "max")
+    expected = reference.roi_align(x, boxes, size, scale, ratio, aligned, "max")
+    close(out, expected)
+    g = torch.randn_like(out)
+    close(torch.autograd.grad(out, x, g)[0], torch.autograd.grad(expected, x, g)[0], 1e-4)
+
+
+def test_cpu_average_is_bitwise_torchvision():
+    x, boxes = make_map(2, 5, 13, 17, device="cpu"), make_boxes(40, 2, 20, "cpu")
+    for aligned in (False, True):
+        for ratio in (-1, 2):
+            ours = opzoo.roi_align(x, boxes, 7, 0.6, ratio, aligned)
+            assert torch.equal(ours, torchvision.ops.roi_align(x, boxes, 7, 0.6, ratio, aligned))
+
+
+def test_pixel_centres_by_hand(device):
+    x = torch.arange(16.0, device=device).reshape(1, 1, 4, 4)
+    out = opzoo.roi_align(x, box(0.0, 0.0, 4.0, 4.0, device=device), 2, aligned=True)
+    assert out.flatten().tolist() == [2.5, 4.5, 10.5, 12.5]
+    # Without the half-pixel shift the samples lie between the pixels, and the last ones are clamped.
+    out = opzoo.roi_align(x, box(0.0, 0.0, 4.0, 4.0, device=device), 4)
+    assert out[0, 0, 0].tolist() == [2.5, 3.5, 4.5, 5.0]
+
+
+def test_maximum_by_hand(device):
+    """One bin, samples at 0 and 1 in each direction: the four top-left pixels, then their maximum."""
+    x = torch.tensor([[1.0, 2.0, 9.0], [3.0, -4.0, 9.0], [9.0, 9.0, 9.0]], device=device)[None, None]
+    boxes = box(0.0, 0.0, 2.0, 2.0, device=device)
+    out, argmax = OPS._roi_align_max(x, boxes, None, 1, 1, 1.0, 2, True)
+    assert out.item() == 3 and argmax.item() == 2
+    x.requires_grad_()
+    opzoo.roi_align(x, boxes, 1, 1.0, 2, True, "max").backward()
+    assert x.grad.nonzero().tolist() == [[0, 0, 1, 0]] and x.grad.sum() == 1
+
+
+@pytest.mark.parametrize(
+    "fill,coordinates,value,argmax",
+    [
+        pytest.param(-1.0, (0.0, 0.0, 2.0, 2.0), -1.0, 0, id="all-inside-first-of-equals"),
+        pytest.param(-1.0, (-8.0, 0.0, 2.0, 2.0), 0.0, -1, id="one-outside-counts-as-0"),
+        pytest.param(1.0, (-8.0, 0.0, 2.0, 2.0), 1.0, 1, id="inside-beats-0"),
+        pytest.param(0.0, (-8.0, 0.0, 2.0, 2.0), 0.0, -1, id="equal-to-an-earlier-outside"),
+        pytest.param(0.0, (0.0, 0.0, 8.0, 2.0), 0.0, 0, id="equal-to-a-later-outside"),
+        pytest.param(NAN, (-8.0, 0.0, 2.0, 2.0), NAN, 1, id="nan-beats-0"),
+        pytest.param(5.0, (2.0, 2.0, 0.0, 9.0), 0.0, -1, id="no-samples"),
+    ],
+)
+def test_maximum_rules(device, fill, coordinates, value, argmax):
+    x = torch.full((1, 1, 3, 3), fill, device=device)
+    ratio = -1 if argmax == -1 and fill == 5 else 2
+    out, arg = OPS._roi_align_max(x, box(*coordinates, device=device), None, 1, 1, 1.0, ratio, True)
+    assert torch.equal(out.cpu().flatten().nan_to_num(nan=7), torch.tensor([value]).nan_to_num(nan=7))
+    assert arg.item() == argmax
+
+
+def test_maximum_keeps_nan(device):
+    x = torch.zeros(1, 1, 4, 4, device=device)
+    x[0, 0, 1, 1] = NAN
+    assert opzoo.roi_align(x, box(0.0, 0.0, 4.0, 4.0, device=device), 2, 1.0, 2, True, "max").isnan().sum() == 1
+
+
+# Boxes, indices and layouts
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_list_equals_tensor(device, mode):
+    x = make_map(3, 4, 9, 9, device=device)
+    boxes = make_boxes(7, 3, 9, device)
+    boxes = boxes[boxes[:, 0].argsort(stable=True)]
+    listed = [boxes[boxes[:, 0] == i, 1:] for i in range(3)]
+    expected = opzoo.roi_align(x, boxes, 3, 0.8, pool_mode=mode)
+    for given_boxes in (listed, tuple(listed)):
+        assert torch.equal(opzoo.roi_align(x, given_boxes, 3, 0.8, pool_mode=mode), expected)
+    indexed = OPS.roi_align(x, boxes[:, 1:], boxes[:, 0].long(), 3, 3, 0.8, -1, False)
+    assert torch.equal(indexed, opzoo.roi_align(x, boxes, 3, 0.8))
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float64, torch.int64, torch.int32, torch.uint8], ids=str)
+def test_boxes_of_any_dtype(device, dtype):
+    x = make_map(2, 3, 9, 9, device=device)
+    boxes = torch.tensor([[0, 1, 2, 7, 8], [1, 0, 3, 5, 5]], device=device, dtype=dtype)
+    expected = torchvision.ops.roi_align(x, boxes.float(), 3)
+    close(opzoo.roi_align(x, boxes, 3), expected)
+    close(opzoo.roi_align(x.double(), boxes, 3), torchvision.ops.roi_align(x.double(), boxes.double(), 3), 1e-12)
+    close(opzoo.roi_align(x, [boxes[:1, 1:], boxes[1:, 1:]], 3), expected)
+
+
+@pytest.mark.parametrize("dtype,images", [(torch.float16, 2100), (torch.bfloat16, 300)], ids=str)
+def test_half_boxes_never_hold_an_image_index(device, dtype, images):
+    x = torch.arange(float(images), device=device).reshape(-1, 1, 1, 1)
+    boxes = torch.tensor([[0.0, 0.0, 1.0, 1.0]], device=device, dtype=dtype)
+    out = opzoo.roi_align(x, [boxes] * images, 1)
+    assert torch.equal(out.flatten(), torch.arange(float(images), device=device))
+    with pytest.raises(RuntimeError, match=r"hold image indices exactly up to \d+.*list with one tensor per image"):
+        opzoo.roi_align(x, torch.zeros(1, 5, device=device, dtype=dtype), 1)
+    limit = 2049 if dtype == torch.float16 else 257
+    last = torch.tensor([[limit - 1, 0.0, 0.0, 1.0, 1.0]], device=device, dtype=dtype)
+    assert opzoo.roi_align(x[:limit], last, 1).item() == limit - 1
+
+
+LAYOUTS = {
+    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "sliced": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+    "offset": lambda x: torch.cat([x.flatten()[:3], x.flatten()])[3:].reshape(x.shape),
+    "strided": lambda x: x.repeat_interleave(2, 3)[..., ::2],
+    "batch-inside": lambda x: x.movedim(0, 3).contiguous().movedim(3, 0),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_views(device, layout, mode):
+    x = make_map(2, 5, 8, 9, device=device)
+    view = LAYOUTS[layout](x)
+    assert torch.equal(view, x)
+    boxes = make_boxes(6, 2, 9, device)
+    expected = opzoo.roi_align(x, boxes, 3, 1.0, 2, pool_mode=mode)
+    wide = torch.cat([boxes, boxes], 1)[:, :5].t().contiguous().t()
+    out = opzoo.roi_align(view, wide, 3, 1.0, 2, pool_mode=mode)
+    assert torch.equal(out, expected) and out.is_contiguous()
+    index = torch.stack([boxes[:, 0].long()] * 2, 1)[:, 0]
+    if mode == "avg":
+        assert torch.equal(OPS.roi_align(view, wide[:, 1:], index, 3, 3, 1.0, 2, False), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_channels_last_stays(device, mode, dtype):
+    x = make_map(2, 5, 8, 9, device=device, dtype=dtype, channels_last=True).requires_grad_()
+    out = opzoo.roi_align(x, make_boxes(6, 2, 9, device), 3, pool_mode=mode)
+    assert out.is_contiguous(memory_format=torch.channels_last) and not out.is_contiguous()
+    (grad_input,) = torch.autograd.grad(out.float().square().sum(), x)
+    assert grad_input.stride() == x.stride()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_of_any_strides(device, mode):
+    x = make_map(2, 5, 8, 9, device=device).requires_grad_()
+    out = opzoo.roi_align(x, make_boxes(6, 2, 9, device), 3, 1.0, 2, pool_mode=mode)
+    dense = torch.randn_like(out)
+    (expected,) = torch.autograd.grad(out, x, dense, retain_graph=True)
+    for layout in LAYOUTS.values():
+        close(torch.autograd.grad(out, x, layout(dense), retain_graph=True)[0], expected)
+    (expanded,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    close(expanded, torch.autograd.grad(out, x, torch.ones_like(out))[0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "shape,count",
+    [((2, 3, 5, 5), 0), ((2, 0, 5, 5), 4), ((0, 3, 5, 5), 0), ((2, 3, 0, 5), 0), ((0, 0, 0, 0), 0)],
+    ids=str,
+)
+def test_empty(device, shape, count, mode):
+    x = torch.randn(shape, device=device, requires_grad=True)
+    out = opzoo.roi_align(x, torch.zeros(count, 5, device=device), (2, 3), pool_mode=mode)
+    assert out.shape == (count, shape[1], 2, 3)
+    out.sum().backward()
+    assert x.grad.shape == x.shape and not x.grad.any()
+    listed = [torch.zeros(0, 4, device=device)] * shape[0]
+    assert opzoo.roi_align(x, listed, 2, pool_mode=mode).shape == (0, shape[1], 2, 2)
+
+
+def test_image_without_boxes(device):
+    x = make_map(3, 2, 5, 5, device=device).requires_grad_()
+    out = opzoo.roi_align(x, [box(0.0, 0.0, 3.0, 3.0, device=device)[:, 1:], x.new_zeros(0, 4), x.new_zeros(0, 4)], 2)
+    out.sum().backward()
+    assert out.shape[0] == 1 and not x.grad[1:].any() and x.grad[0].sum() == pytest.approx(8, rel=1e-5)
+
+
+# Coordinates nobody should pass, and somebody does
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ratio", [-1, 1, 2])
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("position", range(4))
+def test_non_finite_boxes_give_zeros(device, position, bad, aligned, ratio, mode):
+    boxes = torch.tensor([[0, 0.0, 0.0, 3.0, 3.0]] * 2, device=device)
+    boxes[1, 1 + position] = bad
+    x = torch.ones(1, 3, 4, 4, device=device, requires_grad=True)
+    out = opzoo.roi_align(x, boxes, 2, 1.0, ratio, aligned, mode)
+    assert (out[0] == 1).all() and (out[1] == 0).all()
+    out[1].sum().backward()
+    assert not x.grad.any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("value", [INF, NAN, 3e38, 1e30, 2e10, 1e9])
+@pytest.mark.parametrize("ratio", [-1, 2])
+def test_huge_boxes_finish(device, value, ratio, mode):
+    """Overflow of the coordinate, of the grid, or of the count of samples."""
+    x = torch.ones(1, 1, 4, 4, device=device)
+    boxes = torch.tensor([[0, -value, -value, value, value], [0, 0, 0, value, value]], device=device)
+    for aligned in (False, True):
+        out = opzoo.roi_align(x, boxes, 7, 1.0, ratio, aligned, mode)
+        assert out.isfinite().all() and (out >= 0).all() and (out <= 1.001).all()
+
+
+def test_half_boxes_that_overflow(device):
+    boxes = torch.tensor([[0, 0, 0, 70000, 70000]], device=device, dtype=torch.float16)
+    assert not opzoo.roi_align(torch.ones(1, 1, 4, 4, device=device), boxes, 1, 1.0, 1).any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("coordinates", [(0, 0, 1e5, 9), (-5e4, 1, 5e4, 7), (3, -1e5, 9, 30), (-900, -700, 300, 500)])
+def test_large_adaptive_boxes_equal_every_sample_summed(device, coordinates, aligned, mode):
+    x = make_map(1, 2, 9, 11, device=device, dtype=torch.float64)
+    boxes = torch.tensor([[0, *coordinates]], device=device, dtype=torch.float64)
+    out = opzoo.roi_align(x, boxes, 2, 1.0, -1, aligned, mode)
+    close(out, reference.roi_align(x, boxes, 2, 1.0, -1, aligned, mode), 1e-9)
+    single = opzoo.roi_align(x.float(), boxes.float(), 2, 1.0, -1, aligned, mode)
+    close(single, reference.roi_align(x.float(), boxes.float(), 2, 1.0, -1, aligned, mode), 1e-4)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_box_of_a_million_pixels_is_torchvisions(device, axis):
+    x = make_map(1, 2, 9, 11, device=device)
+    low, high = [1.0, 1.0], [8.0, 8.0]
+    low[axis], high[axis] = -1e3, 1e6
+    boxes = torch.tensor([[0, *low, *high]], device=device)
+    close(opzoo.roi_align(x, boxes, 3), torchvision.ops.roi_align(x, boxes, 3), 1e-7)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inverted_boxes(device, mode):
+    x = make_map(1, 3, 6, 7, device=device)
+    inverted = torch.tensor([[0, 5, 1, 2, 4], [0, 1, 4, 5, 2], [0, 5, 4, 2, 1]], device=device, dtype=torch.float32)
+    straight = torch.tensor([[0, 2, 1, 5, 4], [0, 1, 2, 5, 4], [0, 2, 1, 5, 4]], device=device, dtype=torch.float32)
+    for ratio in (-1, 0):
+        assert not opzoo.roi_align(x, inverted, 3, 1.0, ratio, True, mode).any()
+    mirrored = opzoo.roi_align(x, straight, 3, 1.0, 2, True, mode)
+    mirrored = torch.stack([mirrored[0].flip(2), mirrored[1].flip(1), mirrored[2].flip(1, 2)])
+    fixed = opzoo.roi_align(x, inverted, 3, 1.0, 2, True, mode)
+    close(fixed, mirrored)
+    if mode == "avg":
+        close(fixed, torchvision.ops.roi_align(x, inverted, 3, 1.0, 2, True))
+        legacy = torchvision.ops.roi_align(x, inverted, 3, 1.0, -1, False)  # one pixel wide or high
+        close(opzoo.roi_align(x, inverted, 3, 1.0, -1, False), legacy)
+
+
+coordinate = st.floats(-30, 40, width=32)
+
+
+@given(
+    boxes=st.lists(st.tuples(st.integers(0, 1), coordinate, coordinate, coordinate, coordinate), max_size=4),
+    height=st.integers(1, 9),
+    width=st.integers(1, 9),
+    size=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    scale=st.sampled_from([0.25, 0.5, 1.0, 1.3]),
+    ratio=st.sampled_from([-1, 1, 2, 40]),
+    aligned=st.booleans(),
+    mode=st.sampled_from(MODES),
+)
+def test_any_box(boxes, height, width, size, scale, ratio, aligned, mode):
+    x = torch.linspace(-1, 2, 2 * 2 * height * width, dtype=torch.float64).reshape(2, 2, height, width)
+    x.requires_grad_()
+    boxes = torch.tensor(boxes, dtype=torch.float64).reshape(len(boxes), 5)
+    out = opzoo.roi_align(x, boxes, size, scale, ratio, aligned, mode)
+    expected = reference.roi_align(x, boxes, size, scale, ratio, aligned, mode)
+    close(out, expected, 1e-12)
+    if mode == "avg" and len(boxes):
+        close(torch.autograd.grad(out.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0], 1e-10)
+
+
+# Precision
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_halves_are_as_good_as_fp32_rounded(device, dtype, channels_last):
+    x = make_map(1, 4, 75, 80, device=device, dtype=dtype, channels_last=channels_last)
+    boxes = detector_boxes(40, 1200, 1280).to(device)
+    boxes = torch.cat([torch.zeros(40, 1, device=device), boxes], 1)
+    for ratio in (-1, 2):
+        args = (boxes, 7, 1 / 16, ratio, True)
+        exact_x = x.double().requires_grad_()
+        exact = torchvision.ops.roi_align(exact_x, boxes.double(), *args[1:])
+        ours_x = x.clone().requires_grad_()
+        ours = opzoo.roi_align(ours_x, *args)
+        single_x = x.float().requires_grad_()
+        single = torchvision.ops.roi_align(single_x, *args)
+        assert ours.dtype == dtype
+        assert_as_good_as(ours, single.to(dtype), exact)
+        g = torch.randn_like(ours)
+        ours.backward(g)
+        exact.backward(g.double())
+        single.backward(g.float())
+        assert_as_good_as(ours_x.grad, single_x.grad.to(dtype), exact_x.grad)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_half_maximum_is_the_fp32_maximum_rounded(device, dtype):
+    x = make_map(2, 4, 20, 20, device=device, dtype=dtype)
+    boxes = make_boxes(9, 2, 18, device)
+    single = opzoo.roi_align(x.float(), boxes, 5, 0.9, pool_mode="max")
+    assert torch.equal(opzoo.roi_align(x, boxes, 5, 0.9, pool_mode="max"), single.to(dtype))
+
+
+def test_autocast_keeps_the_input_dtype(device):
+    x, boxes = make_map(1, 2, 5, 5, device=device), box(0.0, 0.0, 3.0, 3.0, device=device)
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            assert opzoo.roi_align(x.to(dtype), boxes, 2).dtype == dtype
+
+
+# Derivatives
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size,scale,ratio,aligned", GEOMETRIES[:4])
+def test_gradcheck(device, size, scale, ratio, aligned, mode):
+    x = make_map(2, 2, 5, 6, device=device, dtype=torch.float64).requires_grad_()
+    boxes = make_boxes(4, 2, 6 / scale, device).double()
+
+    def call(x):
+        return opzoo.roi_align(x, boxes, size, scale, ratio, aligned, mode)
+
+    tolerance = 1e-10 if device.type == "cuda" else 0.0
+    assert torch.autograd.gradcheck(call, x, check_forward_ad=True, nondet_tol=tolerance)
+    assert torch.autograd.gradgradcheck(call, x, nondet_tol=tolerance)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_torch_func(device, mode):
+    x = make_map(2, 2, 4, 5, device=device, dtype=torch.float64)
+    boxes = make_boxes(3, 2, 5, device)
+
+    def call(x):
+        return opzoo.roi_align(x, boxes, 2, 1.0, 2, True, mode)
+
+    def loss(x):
+        return call(x).square().sum()
+
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    close(grad(loss)(x), expected, 1e-12)
+    tangent = torch.randn_like(x)
+    jacobian = jacrev(call)(x)
+    out, out_tangent = jvp(call, (x,), (tangent,))
+    assert torch.equal(out, call(x)) and out_tangent.abs().sum() > 0
+    close(out_tangent, torch.tensordot(jacobian, tangent, 4), 1e-12)
+    second = hessian(loss)(x)
+    close(torch.tensordot(second, x, 4), expected, 1e-10)  # the loss is quadratic
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tangent_of_boxes_is_refused(device, mode):
+    x, boxes = make_map(1, 1, 4, 4, device=device), box(0.0, 0.0, 3.0, 3.0, device=device)
+    with pytest.raises(NotImplementedError, match="not differentiable in boxes"):
+        jvp(lambda b: opzoo.roi_align(x, b, 2, pool_mode=mode), (boxes,), (boxes,))
+
+
+def test_boxes_get_no_gradient(device):
+    x = make_map(1, 1, 4, 4, device=device)
+    boxes = box(0.0, 0.0, 3.0, 3.0, device=device).requires_grad_()
+    assert not opzoo.roi_align(x, boxes, 2).requires_grad
+    x.requires_grad_()
+    opzoo.roi_align(x, boxes, 2).sum().backward()
+    assert boxes.grad is None and x.grad is not None
+
+
+VMAP_DIMS = [(0, None), (3, None), (None, 0), (None, 1), (0, 0), (1, 2)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dims", VMAP_DIMS, ids=str)
+def test_vmap(device, dims, mode):
+    xs = make_map(3, 2, 2, 5, 6, device=device)
+    boxes = torch.stack([make_boxes(4, 2, 6, device) for _ in range(3)])
+
+    def call(x, b):
+        return opzoo.roi_align(x, b, 2, 1.0, 2, False, mode)
+
+    def loss(x, b):
+        return call(x, b).square().sum()
+
+    def second(x, b):
+        return grad(lambda y: grad(loss)(y, b).square().sum())(x)
+
+    args = [t[0] if dim is None else t.movedim(0, dim) for t, dim in zip((xs, boxes), dims, strict=True)]
+    for function in (call, grad(loss), second):
+        expected = torch.stack(
+            [function(*(t[0] if d is None else t[i] for t, d in zip((xs, boxes), dims, strict=True))) for i in range(3)]
+        )
+        close(vmap(function, dims)(*args), expected, 1e-3 if function is second else 1e-4)
+
+
+@pytest.mark.parametrize("index_dim", [None, 0])
+@pytest.mark.parametrize("boxes_dim", [None, 0])
+def test_vmap_over_lists(device, boxes_dim, index_dim):
+    x = make_map(3, 2, 2, 5, 6, device=device)
+    boxes = torch.stack([make_boxes(4, 2, 6, device) for _ in range(3)])
+    coordinates, index = boxes[..., 1:], boxes[..., 0].long()
+    coordinates = coordinates if boxes_dim == 0 else coordinates[0]
+    index = index if index_dim == 0 else index[0]
+    out = vmap(opzoo.ops.roi_align._average, (0, boxes_dim, index_dim, *(None,) * 5))(
+        x, coordinates, index, 2, 2, 1.0, 2, False
+    )
+    for i in range(3):
+        c, k = (coordinates[i] if boxes_dim == 0 else coordinates), (index[i] if index_dim == 0 else index)
+        close(out[i], OPS.roi_align(x[i], c, k, 2, 2, 1.0, 2, False))
+
+
+def test_vmap_never_reads_the_next_image():
+    x = torch.ones(2, 1, 1, 4, 4)
+    boxes = torch.stack([box(0.0, 0.0, 3.0, 3.0, image=1.0), box(0.0, 0.0, 3.0, 3.0)])
+    with pytest.raises(ValueError, match="must be an integer in"):
+        vmap(lambda x, b: opzoo.roi_align(x, b, 2))(x, boxes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_results_do_not_depend_on_threads(dtype, mode):
+    x = make_map(2, 40, 20, 20, device="cpu", dtype=dtype).requires_grad_()
+    boxes = make_boxes(60, 2, 18, "cpu")
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 8):
+            torch.set_num_threads(count)
+            out = opzoo.roi_align(x, boxes, 7, pool_mode=mode)
+            results.append((out, torch.autograd.grad(out.float().sum(), x)[0]))
+    finally:
+        torch.set_num_threads(threads)
+    for out, grad_input in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(grad_input, results[0][1])
+
+
+@pytest.mark.gpu
+def test_deterministic_mode_is_honoured_on_cuda():
+    x = torch.ones(1, 3, 8, 8, device="cuda", requires_grad=True)
+    out = opzoo.roi_align(x, box(0.0, 0.0, 6.0, 6.0, device="cuda"), 2)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+            out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# The module, tracing, sizes
+
+
+def test_module_repr_and_forward(device):
+    x, boxes = make_map(1, 2, 5, 5, device=device), box(0.0, 0.0, 3.0, 3.0, device=device)
+    ours, peer = opzoo.RoIAlign((2, 3), 0.5, 2, True), torchvision.ops.RoIAlign((2, 3), 0.5, 2, True)
+    assert repr(ours) == repr(peer)
+    assert repr(opzoo.RoIAlign(7, 0.5, 2, pool_mode="max")).endswith("aligned=False, pool_mode='max')")
+    close(ours(x, boxes), peer(x, boxes))
+    close(torch.nn.Sequential(ours)[0](x, [boxes[:, 1:]]), peer(x, boxes))
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("op", ["roi_align", "_roi_align_backward", "_max", "_max_backward", "_max_sample"])
+def test_opcheck(device, op, channels_last):
+    x = make_map(2, 3, 7, 8, device=device, channels_last=channels_last).requires_grad_()
+    boxes = make_boxes(4, 2, 8, device)
+    grad_out = torch.randn(4, 3, 2, 3, device=device, requires_grad=True)
+    argmax = torch.randint(-1, 4, (4, 3, 2, 3), device=device)
+    geometry, sizes = (0.7, 2, True), (2, 3, 7, 8)
+    name, args = {
+        "roi_align": ("roi_align", (x, boxes, None, 2, 3, *geometry)),
+        "_roi_align_backward": ("_roi_align_backward", (grad_out, boxes, None, *sizes, *geometry, channels_last)),
+        "_max": ("_roi_align_max", (x, boxes, None, 2, 3, *geometry)),
+        "_max_backward": ("_roi_align_max_backward", (grad_out, argmax, boxes, None, *sizes, *geometry, channels_last)),
+        "_max_sample": ("_roi_align_max_sample", (x, argmax, boxes, None, *geometry)),
+    }[op]
+    torch.library.opcheck(getattr(OPS, name).default, args)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_compile_with_lists_of_any_length(device, mode):
+    x = make_map(2, 3, 7, 8, device=device)
+
+    def call(x, first, second):
+        return opzoo.roi_align(x, [first, second], 2, 0.5, pool_mode=mode)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for count in (3, 5, 1, 0):
+        boxes = make_boxes(count, 2, 8, device)[:, 1:]
+        assert torch.equal(compiled(x, boxes, boxes[:1]), call(x, boxes, boxes[:1]))
+
+
+@pytest.mark.parametrize("bad", ["columns", "size", "scale", "ratio", "index"])
+def test_fake_kernels_refuse_the_same(bad):
+    x, boxes = torch.empty(1, 3, 4, 4, device="meta"), torch.empty(2, 5, device="meta")
+    args = [x, boxes, None, 2, 2, 1.0, 2, False]
+    change = {
+        "columns": (1, torch.empty(2, 4, device="meta"), RuntimeError),
+        "size": (3, 0, ValueError),
+        "scale": (5, NAN, ValueError),
+        "ratio": (6, 32768, ValueError),
+        "index": (2, torch.empty(2, device="meta", dtype=torch.int64), RuntimeError),
+    }[bad]
+    args[change[0]] = change[1]
+    with pytest.raises(change[2], match="opzoo::roi_align: "):
+        OPS.roi_align(*args)
+
+
+@pytest.mark.slow
+def test_more_than_2_to_the_31_elements():
+    """Offsets (n * C + c) * H * W past 2^31, forward and backward; zeros cost no memory until written."""
+    x = torch.zeros(5, 1, 32768, 32768, dtype=torch.bfloat16)
+    x[4, 0, :4, :4] = 1
+    boxes = box(0.0, 0.0, 3.0, 3.0, image=4.0)
+    assert opzoo.roi_align(x, boxes, 1).item() == 1
+    assert opzoo.roi_align(x, boxes, 1, pool_mode="max").item() == 1
+    del x
+    grad_input = OPS._roi_align_backward(torch.ones(1, 1, 1, 1), boxes, None, 3, 1, 32768, 32768, 1.0, 2, False, False)
+    assert not grad_input[:2, 0, :8, :8].any()
+
+
+def test_offsets_past_2_to_the_31_without_the_memory(device):
+    """An expanded map: the offsets are as large, the storage is one image."""
+    x = torch.zeros(1, 1, 1, 8, device=device).expand(3, 2, 2**31, 8)
+    out = opzoo.roi_align(x, box(0.0, 2.0**30, 3.0, 2.0**30 + 3, image=2.0, device=device), 2)
+    assert not out.any()

@@ -1,0 +1,128 @@
+"""The scripts of ``tools/``: that they pass on what is good, and above all fail on what is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import opzoo
+
+TOOLS = Path(__file__).parents[1] / "tools"
+
+
+def _tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"tools_{name}", TOOLS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+GOOD = """\
+0000000000001000 T PyInit__C
+0000000000002000 W _ZNKSt19bad_optional_access4whatEv
+                 U PyModuleDef_Init
+                 U _Unwind_Resume@GCC_3.0
+                 U _ZNKRSt7__cxx1115basic_stringbufIcSt11char_traitsIcESaIcEE3strEv
+                 U memcpy@GLIBC_2.14
+                 U aoti_torch_empty_strided
+                 U torch_parallel_for
+                 w aoti_torch_get_current_cuda_stream
+                 w torch_c10_cuda_check_msg
+                 w __gmon_start__
+"""
+NEEDED = ["libtorch.so", "libtorch_cpu.so", "libstdc++.so.6", "libgcc_s.so.1", "libc.so.6"]
+
+
+def test_symbols_accept_a_good_listing() -> None:
+    report = _tool("check_symbols").check(GOOD, NEEDED)
+    assert report.problems == []
+    assert (report.shims, report.weak_shims, report.glibc) == (4, 2, (2, 14))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("                 U _ZN2at6detail14empty_cpuEv", "C++ symbol of torch"),
+        ("                 U _ZNK3c1010TensorImpl5sizesEv", "C++ symbol of torch"),
+        ("                 U _ZN5torch7LibraryC1EPKc", "C++ symbol of torch"),
+        ("                 U _ZTIN3c105ErrorE", "C++ symbol of torch"),
+        ("                 U _ZNSt6vectorIN2at6TensorESaIS1_EE9push_backERKS1_", "C++ symbol of torch"),
+        ("                 U PyLong_FromLong", "Python symbol"),
+        ("                 U _Py_Dealloc", "Python symbol"),
+        ("                 U cudaLaunchKernel@libcudart.so.13", "CUDA runtime symbol"),
+        ("                 U aoti_torch_get_current_cuda_stream", "must be weak"),
+        ("                 U torch_c10_cuda_check_msg", "must be weak"),
+        ("                 U gemm_from_elsewhere", "unknown undefined symbol"),
+        ("0000000000003000 T _ZN5opzoo8plan_addEv", "exported"),
+        ("0000000000003000 T cudaMalloc", "exported"),
+        ("0000000000003000 W _ZN5torch6stable6TensorD1Ev", "exported"),
+    ],
+)
+def test_symbols_reject(line: str, reason: str) -> None:
+    (problem,) = _tool("check_symbols").check(f"{GOOD}{line}\n", NEEDED).problems
+    assert problem.startswith(reason) and line.split()[-1].partition("@")[0] in problem
+
+
+@pytest.mark.parametrize("library", ["libcudart.so.13", "libtorch_cuda.so", "libc10_cuda.so", "libtorch_python.so"])
+def test_symbols_reject_library(library: str) -> None:
+    assert _tool("check_symbols").check(GOOD, [*NEEDED, library]).problems == [f"NEEDED must not hold {library}"]
+
+
+def test_symbols_reject_missing_parts() -> None:
+    check = _tool("check_symbols").check
+    assert check(GOOD, NEEDED[1:]).problems == ["NEEDED lacks libtorch.so"]
+    assert "PyInit__C is not exported" in check(GOOD.partition("\n")[2], NEEDED).problems[0]
+
+
+@pytest.mark.skipif(not (shutil.which("nm") and shutil.which("readelf")), reason="needs nm and readelf")
+def test_symbols_of_the_build(capsys: pytest.CaptureFixture[str]) -> None:
+    binary = next(Path(opzoo.__file__).parent.glob("_C.*so"))
+    assert _tool("check_symbols").main([str(binary)]) == 0, capsys.readouterr().out
+
+
+def test_symbols_script_fails_without_a_build(tmp_path: Path) -> None:
+    run = subprocess.run([sys.executable, TOOLS / "check_symbols.py", tmp_path / "_C.so"], capture_output=True)
+    assert run.returncode == 1 and b"build first" in run.stdout
+
+
+def test_smoke_rejects_wrong_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    smoke = _tool("smoke")
+    monkeypatch.setattr(opzoo, "add", lambda a, b, alpha: a + b)
+    with pytest.raises(AssertionError, match="add, output"):
+        smoke.check("add", "cpu", smoke.DTYPES[0])
+
+
+def test_smoke_passes() -> None:
+    run = subprocess.run([sys.executable, TOOLS / "smoke.py"], capture_output=True, text=True, cwd=TOOLS.parent)
+    assert run.returncode == 0 and run.stdout.rstrip().endswith(" passed"), run.stdout + run.stderr
+
+
+def test_smoke_covers_every_operator() -> None:
+    smoke = _tool("smoke")
+    assert smoke.public_operators() == set(smoke.CHECKS)
+
+
+def test_matrix_rows() -> None:
+    matrix = _tool("matrix")
+    row = matrix.parse("/opt/python/bin/python3/torch==2.13.0")
+    assert (row.python, row.torch) == ("/opt/python/bin/python3", "torch==2.13.0")
+    for spec in ("3.11", "3.11/", "3.11/numpy==2"):
+        with pytest.raises(Exception, match="expected PYTHON/TORCH"):
+            matrix.parse(spec)
+    good, bad = matrix.Row("3.11", "torch==2.14.1", "smoke: 30 passed", True), matrix.Row("3.1", "torch==2.11.0")
+    assert matrix.table([good, bad]).count("FAIL") == 1
+
+
+def test_matrix_fails_without_an_interpreter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wheel = tmp_path / "opzoo-0-cp310-abi3-any.whl"
+    wheel.touch()
+    assert _tool("matrix").main(["--wheel", str(wheel), "2.6/torch==2.14.1"]) == 1
+    assert "no python 2.6 here" in capsys.readouterr().out
