@@ -92,14 +92,17 @@ struct RoIAxis {
            rounded_product(static_cast<acc>(sample) + acc(0.5), bin) / static_cast<acc>(grid);
   }
 
-  // A range of samples that leaves out none inside [-1, size]. Every operation in coordinate() is
-  // monotone in the sample, rounding included, so the two ends can be bisected exactly: a bin of a
-  // million pixels costs 40 evaluations and the few samples that hit the map.
+  // The samples inside [-1, size], and possibly some outside.
   OPZOO_HOST_DEVICE SampleRange samples_near(int64_t pooled, int64_t size) const {
-    constexpr int64_t kBisectFrom = 32;
+    return samples_between(pooled, acc(-1), static_cast<acc>(size));
+  }
+
+  // A range of samples that leaves out none inside [low, high]. Every operation in coordinate() is
+  // monotone in the sample, rounding included, so the two ends can be bisected exactly: a bin of a
+  // million pixels costs 40 evaluations and the few samples that hit.
+  OPZOO_HOST_DEVICE SampleRange samples_between(int64_t pooled, acc low, acc high) const {
+    constexpr int64_t kBisectFrom = 12;
     if (grid < kBisectFrom) return {0, grid};
-    const acc low = acc(-1);
-    const acc high = static_cast<acc>(size);
     SampleRange range;
     if (bin >= acc(0)) {
       range.begin = first_sample([&](int64_t i) { return coordinate(pooled, i) >= low; });

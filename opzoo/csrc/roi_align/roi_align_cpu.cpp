@@ -233,7 +233,7 @@ Tensor roi_align_backward_cpu(const Tensor& grad,
   const RoIAlignOptions options{spatial_scale, sampling_ratio, aligned};
   const Sizes sizes{batch, channels, height, width};
   const RoIAlignPlan plan = plan_roi_align_backward(
-      kOp, grad, nullptr, boxes, batch_index, sizes, options, channels_last);
+      kOp, grad, nullptr, boxes, batch_index, sizes, options, channels_last, BackwardTarget::kSum);
   if (grad.numel() > 0) {
     dispatch_floating(grad.scalar_type(), kOp, [&]<class T>() {
       average_backward<T>(plan.params, data<T>(grad), mutable_data<acc_t<T>>(plan.out));
@@ -280,7 +280,7 @@ Tensor roi_align_max_backward_cpu(const Tensor& grad,
   const RoIAlignOptions options{spatial_scale, sampling_ratio, aligned};
   const Sizes sizes{batch, channels, height, width};
   const RoIAlignPlan plan = plan_roi_align_backward(
-      kOp, grad, &argmax, boxes, batch_index, sizes, options, channels_last);
+      kOp, grad, &argmax, boxes, batch_index, sizes, options, channels_last, BackwardTarget::kSum);
   if (grad.numel() > 0) {
     dispatch_floating(grad.scalar_type(), kOp, [&]<class T>() {
       maximum_backward<T>(

@@ -38,8 +38,10 @@ RoIAlignPlan plan_roi_align_sample(const char* op,
                                    const OptionalTensor& batch_index,
                                    const RoIAlignOptions& options);
 
-// grad_input from grad. sizes is (N, C, H, W). out is zero and has grad's accumulator dtype:
-// contributions are added up in it, finish_roi_align_backward rounds it once.
+// grad_input from grad. sizes is (N, C, H, W). kSum: out is zero and has grad's accumulator dtype,
+// contributions are added up in it and finish_roi_align_backward rounds once. kFinal: out has
+// grad's dtype and is not yet written.
+enum class BackwardTarget { kSum, kFinal };
 RoIAlignPlan plan_roi_align_backward(const char* op,
                                      const Tensor& grad,
                                      const Tensor* argmax,
@@ -47,7 +49,8 @@ RoIAlignPlan plan_roi_align_backward(const char* op,
                                      const OptionalTensor& batch_index,
                                      const Sizes& sizes,
                                      const RoIAlignOptions& options,
-                                     bool channels_last);
+                                     bool channels_last,
+                                     BackwardTarget target);
 Tensor finish_roi_align_backward(const RoIAlignPlan& plan, const Tensor& grad);
 
 // ValueError for RoI k, whose image index is none of the batch. value is the index as text.
