@@ -108,7 +108,9 @@ def test_missing_second_derivative_raises(case: Case, device: torch.device) -> N
             raised += 1
             continue
         tangents = [torch.randn_like(leaf) for leaf in leaves]
-        expected = _directional(lambda *v: [first_derivatives(*v)[position].sum()], leaves, tangents)[0]
+        expected = _directional(
+            lambda *v, position=position: [first_derivatives(*v)[position].sum()], leaves, tangents
+        )[0]
         actual = sum((s * t).sum() for s, t in zip(second, tangents, strict=True) if s is not None)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     assert raised, "the case claims that second derivatives are missing, and none is"

@@ -281,9 +281,9 @@ def test_half_boxes_that_overflow(device):
 def test_large_adaptive_boxes_equal_every_sample_summed(device, coordinates, aligned, mode):
     # The expected value is the CPU's on every device: torch divides by a reciprocal on CUDA, which moves
     # samples that lie exactly on the border.
-    x = make_map(1, 2, 9, 11, device="cpu", dtype=torch.float64)
-    boxes = torch.tensor([[0, *coordinates]], dtype=torch.float64)
-    for x, boxes, tolerance in ((x, boxes, 1e-9), (x.float(), boxes.float(), 1e-4)):
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+        x = make_map(1, 2, 9, 11, device="cpu", dtype=dtype)
+        boxes = torch.tensor([[0, *coordinates]], dtype=dtype)
         out = opzoo.roi_align(x.to(device), boxes.to(device), 2, 1.0, -1, aligned, mode)
         close(out.cpu(), reference.roi_align(x, boxes, 2, 1.0, -1, aligned, mode), tolerance)
 
@@ -397,16 +397,20 @@ def test_results_do_not_depend_on_threads(dtype, mode):
         assert torch.equal(out, results[0][0]) and torch.equal(grad_input, results[0][1])
 
 
-@pytest.mark.gpu
-def test_deterministic_mode_is_honoured_on_cuda():
-    x = torch.ones(1, 3, 8, 8, device="cuda", requires_grad=True)
-    out = opzoo.roi_align(x, box(0.0, 0.0, 6.0, 6.0, device="cuda"), 2)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["NCHW", "NHWC"])
+def test_backward_is_deterministic(device, mode, channels_last):
+    x = make_map(2, 5, 20, 33, device=device, channels_last=channels_last).requires_grad_()
+    boxes = make_boxes(300, 2, 30, device)
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
-            out.sum().backward()
+        grads = []
+        for _ in range(3):
+            out = opzoo.roi_align(x, boxes, 7, 1.0, 2, True, mode)
+            grads.append(torch.autograd.grad(out, x, torch.ones_like(out))[0])
     finally:
         torch.use_deterministic_algorithms(False)
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
 
 
 # Threads, the module, tracing, sizes

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import alert_not_deterministic
 
 from opzoo._library import LIBRARY
 from opzoo.ops._common import differentiable, pair
@@ -61,8 +60,7 @@ def roi_align(
     fp64, fp32, fp16 and bf16; coordinates, weights and sums are fp32 (fp64 for fp64), whatever the
     dtype of ``boxes``. Under autocast the result keeps ``input``'s dtype.
     Differentiable any number of times in ``input``, in both modes; ``boxes`` gets no gradient.
-    vmap-able. Deterministic on the CPU; on CUDA the backward adds in no fixed order, and raises under
-    ``torch.use_deterministic_algorithms(True)``.
+    vmap-able. Deterministic, forward and backward, on every device.
 
     Source: He et al., "Mask R-CNN", 2017; ``aligned=True`` as in Detectron2.
 
@@ -364,12 +362,6 @@ def _pooled_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return *args[0].shape[-2:], *args[-4:-1]
 
 
-def _to_map(call: Callable[..., Any], grad: Tensor, *args: Any) -> Tensor:
-    if grad.is_cuda and torch.are_deterministic_algorithms_enabled():
-        alert_not_deterministic("opzoo::roi_align backward on CUDA")
-    return call(grad, *args)
-
-
 def _save_maximum(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
     _keep(ctx, (output[1], *args[1:3]), args[-3:], _map_numbers(args))
@@ -437,11 +429,11 @@ for _op, _fake in (
 
 
 def _average_to_map(*args: Any) -> Tensor:
-    return _to_map(_average_backward, *args)
+    return _average_backward(*args)
 
 
 def _maximum_to_map(*args: Any) -> Tensor:
-    return _to_map(_maximum_backward, *args)
+    return _maximum_backward(*args)
 
 
 def _map_to_average(*args: Any) -> Tensor:

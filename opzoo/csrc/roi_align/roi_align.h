@@ -25,8 +25,9 @@
 //   an image index that is no integer in [0, N): an error on the CPU; on CUDA zeros, nothing is
 //   read an argmax that is no sample of its bin: as -1
 //
-// Coordinates, weights and sums are fp32 (fp64 for fp64), half types are rounded once. Forward is
-// deterministic, backward too on the CPU. No torch in this file.
+// Coordinates, weights and sums are fp32 (fp64 for fp64), half types are rounded once. Forward
+// and backward are deterministic: no sum depends on the order in which threads arrive. No torch
+// here.
 #pragma once
 
 #include <cmath>

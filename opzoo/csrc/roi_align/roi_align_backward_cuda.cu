@@ -5,6 +5,25 @@
 namespace opzoo {
 namespace {
 
+// What each RoI reaches, computed on the device into memory that lives as long as this object.
+template <class acc>
+class Reach {
+ public:
+  Reach(const char* op, const RoIAlignParams& p, const Tensor& like, cudaStream_t stream)
+      : memory_(
+            empty({p.rois * static_cast<int64_t>(sizeof(RoIReach<acc>))}, ScalarType::Byte, like)) {
+    if (p.rois == 0) return;
+    roi_align_reach_kernel<acc><<<grid_for(p.rois), kBlockSize, 0, stream>>>(p, get());
+    check_launch(op);
+  }
+  RoIReach<acc>* get() const {
+    return reinterpret_cast<RoIReach<acc>*>(mutable_data<char>(memory_));
+  }
+
+ private:
+  Tensor memory_;
+};
+
 template <class T>
 void launch_backward(const RoIAlignParams& p,
                      const RoIReach<acc_t<T>>* reach,
@@ -65,16 +84,9 @@ Tensor roi_align_backward_cuda(const Tensor& grad,
   check_image_indices(kOp, plan, stream);
   if (plan.out.numel() == 0) return plan.out;
   dispatch_floating(grad.scalar_type(), kOp, [&]<class T>() {
-    using acc = acc_t<T>;
-    const Tensor scratch =
-        empty({p.rois * static_cast<int64_t>(sizeof(RoIReach<acc>))}, ScalarType::Byte, grad);
-    auto* reach = reinterpret_cast<RoIReach<acc>*>(mutable_data<char>(scratch));
-    if (p.rois > 0) {
-      roi_align_reach_kernel<acc><<<grid_for(p.rois), kBlockSize, 0, stream>>>(p, reach);
-      check_launch(kOp);
-    }
-    launch_backward(
-        p, reach, data<T>(grad), mutable_data<T>(plan.out), is_channels_last(plan.out), stream);
+    const Reach<acc_t<T>> reach(kOp, p, grad, stream);
+    const bool last = is_channels_last(plan.out);
+    launch_backward(p, reach.get(), data<T>(grad), mutable_data<T>(plan.out), last, stream);
   });
   check_launch(kOp);
   return plan.out;
@@ -96,22 +108,34 @@ Tensor roi_align_max_backward_cuda(const Tensor& grad,
   const DeviceGuard guard(grad.get_device_index());
   const RoIAlignOptions options{spatial_scale, sampling_ratio, aligned};
   const Sizes sizes{batch, channels, height, width};
-  const RoIAlignPlan plan = plan_roi_align_backward(
-      kOp, grad, &argmax, boxes, batch_index, sizes, options, channels_last, BackwardTarget::kSum);
+  const RoIAlignPlan plan = plan_roi_align_backward(kOp,
+                                                    grad,
+                                                    &argmax,
+                                                    boxes,
+                                                    batch_index,
+                                                    sizes,
+                                                    options,
+                                                    channels_last,
+                                                    BackwardTarget::kFinal);
   const RoIAlignParams& p = plan.params;
   const cudaStream_t stream = current_stream(grad);
   check_image_indices(kOp, plan, stream);
-  if (pooled_items_of(p) > 0) {
-    const unsigned grid = grid_for(pooled_items_of(p));
-    dispatch_floating(grad.scalar_type(), kOp, [&]<class T>() {
-      dispatch_layout(plan.out, [&]<bool kChannelsLast>() {
-        roi_align_maximum_backward_kernel<T, kChannelsLast><<<grid, kBlockSize, 0, stream>>>(
-            p, data<T>(grad), data<int64_t>(argmax), mutable_data<acc_t<T>>(plan.out));
-      });
-    });
-    check_launch(kOp);
-  }
-  return finish_roi_align_backward(plan, grad);
+  if (plan.out.numel() == 0) return plan.out;
+  dispatch_floating(grad.scalar_type(), kOp, [&]<class T>() {
+    using acc = acc_t<T>;
+    const Reach<acc> reach(kOp, p, grad, stream);
+    const int64_t tiles =
+        p.batch * div_up<int64_t>(p.height, kMaximumTile) * div_up<int64_t>(p.width, kMaximumTile);
+    const int64_t channels = div_up<int64_t>(p.channels, kMaximumChannels<acc>);
+    OPZOO_CHECK(
+        channels <= 65535, kOp, "grad must have at most 4194240 channels, got ", p.channels);
+    const dim3 grid(static_cast<unsigned>(std::min<int64_t>(tiles, 0x7fffffff)),
+                    static_cast<unsigned>(channels));
+    roi_align_maximum_backward_kernel<T><<<grid, kMaximumChannels<acc>, 0, stream>>>(
+        p, reach.get(), data<T>(grad), data<int64_t>(argmax), mutable_data<T>(plan.out));
+  });
+  check_launch(kOp);
+  return plan.out;
 }
 
 }  // namespace

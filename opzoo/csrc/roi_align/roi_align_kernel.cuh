@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "common/atomics.cuh"
 #include "common/launch.cuh"
 #include "roi_align/roi_align.h"
 
@@ -106,56 +105,6 @@ __global__ void roi_align_sample_kernel(RoIAlignParams p,
     const bool any = roi.image >= 0 && tap_of_sample(p, roi, at.ph, at.pw, sample, tap);
     const acc value = any ? value_at(input + plane_at(p, roi.image, at.c), tap) : acc(0);
     output[i] = static_cast<T>(value);
-  }
-}
-
-template <class acc>
-__device__ __forceinline__ void atomic_add_at(acc* plane, const PlaneTap<acc>& tap, acc grad) {
-  for (int corner = 0; corner < 4; ++corner) {
-    if (tap.weight[corner] == acc(0) && grad - grad == acc(0)) continue;
-    atomic_add(plane + tap.offset[corner], grad * tap.weight[corner]);
-  }
-}
-
-// One thread per element of grad, along the axis that is fastest in grad_input's layout, so that
-// the additions of a warp fall on neighbours when that axis is the channels. Overlapping bins and
-// RoIs meet in grad_input (acc, zeroed): hence the atomics, and a sum whose order is not fixed.
-template <class T, bool kChannelsLast>
-__global__ void roi_align_average_backward_kernel(RoIAlignParams p,
-                                                  const T* grad,
-                                                  acc_t<T>* grad_input) {
-  using acc = acc_t<T>;
-  const int64_t items = pooled_items(p);
-  for (int64_t i = first_item(); i < items; i += item_step()) {
-    const PooledIndex at = pooled_index<kChannelsLast>(p, i);
-    const RoI<acc> roi = read_roi<acc>(p, at.k);
-    if (roi.image < 0) continue;
-    acc* plane = grad_input + plane_at(p, roi.image, at.c);
-    const acc share = static_cast<acc>(grad[offset_at(p.pooled_stride, at)]) / roi.count();
-    const auto inside = [&](const PlaneTap<acc>& tap, int64_t) {
-      atomic_add_at(plane, tap, share);
-    };
-    visit_bin(p, roi, at.ph, at.pw, inside, [] {});
-  }
-}
-
-// The same mapping, one sample per bin.
-template <class T, bool kChannelsLast>
-__global__ void roi_align_maximum_backward_kernel(RoIAlignParams p,
-                                                  const T* grad,
-                                                  const int64_t* argmax,
-                                                  acc_t<T>* grad_input) {
-  using acc = acc_t<T>;
-  const int64_t items = pooled_items(p);
-  for (int64_t i = first_item(); i < items; i += item_step()) {
-    const PooledIndex at = pooled_index<kChannelsLast>(p, i);
-    const RoI<acc> roi = read_roi<acc>(p, at.k);
-    if (roi.image < 0) continue;
-    const int64_t sample = argmax[offset_at(p.argmax_stride, at)];
-    PlaneTap<acc> tap;
-    if (!tap_of_sample(p, roi, at.ph, at.pw, sample, tap)) continue;
-    const acc value = static_cast<acc>(grad[offset_at(p.pooled_stride, at)]);
-    atomic_add_at(grad_input + plane_at(p, roi.image, at.c), tap, value);
   }
 }
 
