@@ -221,7 +221,7 @@ def run_here(cases: list[Case], options: Options) -> Iterator[Machine | Result]:
     """The machine, then one result per case, all in this process."""
     device = torch.device(options.device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(torch.device(device).index or 0)
     yield machine_for(device)
     for case in cases:
         yield run_case(case, options)
@@ -287,7 +287,7 @@ class _Worker:
 def _serve(pipe: Connection, options: Options) -> None:
     device = torch.device(options.device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(torch.device(device).index or 0)
     cases = {(case.op, case.id): case for case in find_cases(options.which, device.type)}
     while True:
         try:

@@ -28,6 +28,20 @@ struct StridedLoop {
     }
     return true;
   }
+
+  // Whether every element number and every offset fits a signed 32-bit integer.
+  bool fits_32_bits() const {
+    constexpr double kLimit = 2147483647.0;
+    if (static_cast<double>(numel) > kLimit) return false;
+    for (const auto& strides : stride) {
+      double extent = 0;
+      for (int axis = 0; axis < axes; ++axis) {
+        extent += static_cast<double>(size[axis] - 1) * static_cast<double>(strides[axis]);
+      }
+      if (extent > kLimit) return false;
+    }
+    return true;
+  }
 };
 
 // Returns false when more than kMaxLoopAxes axes remain after merging.
@@ -73,18 +87,20 @@ bool make_strided_loop(int rank,
   return true;
 }
 
-// Where element number `item` of the loop lies in each operand.
-template <int kOperands>
+// Where element number `item` of the loop lies in each operand. index_t may be 32-bit where
+// fits_32_bits() holds.
+template <int kOperands, class index_t>
 OPZOO_HOST_DEVICE void offsets_of(const StridedLoop<kOperands>& loop,
-                                  int64_t item,
-                                  int64_t (&offset)[kOperands]) {
+                                  index_t item,
+                                  index_t (&offset)[kOperands]) {
   for (int operand = 0; operand < kOperands; ++operand) offset[operand] = 0;
   for (int axis = 0; axis < loop.axes; ++axis) {
-    const int64_t next = item / loop.size[axis];
-    const int64_t index = item - next * loop.size[axis];
+    const auto size = static_cast<index_t>(loop.size[axis]);
+    const index_t next = item / size;
+    const index_t index = item - next * size;
     item = next;
     for (int operand = 0; operand < kOperands; ++operand) {
-      offset[operand] += index * loop.stride[operand][axis];
+      offset[operand] += index * static_cast<index_t>(loop.stride[operand][axis]);
     }
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "roi_align/roi_align_backward_kernel.cuh"
-#include "roi_align/roi_align_debug.cuh"
+#include "roi_align/roi_align_cuda_plan.h"
 
 namespace opzoo {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "roi_align/roi_align_debug.cuh"
+#include "roi_align/roi_align_cuda_plan.h"
 #include "roi_align/roi_align_forward_kernel.cuh"
 #include "roi_align/roi_align_kernel.cuh"
 #include "roi_align/roi_align_plan.h"
