@@ -39,8 +39,8 @@ HEADINGS = {
 CAPTIONS = {
     "README.md": "{device}, torch {torch}, opzoo {commit}. The peer is torchvision, for add and matmul torch (cuBLAS); "
     "bf16, which torchvision does not have, is compared with its fp16.",
-    "README.zh-CN.md": "{device}，torch {torch}，opzoo {commit}。对照为 torchvision，add 与 matmul 的对照为 torch（cuBLAS）；"
-    "torchvision 不支持 bf16，故与其 fp16 比较。",
+    "README.zh-CN.md": "{device}，torch {torch}，opzoo {commit}。对照为 torchvision，"
+    "add 与 matmul 的对照为 torch（cuBLAS）；torchvision 不支持 bf16，故与其 fp16 比较。",
 }
 
 
@@ -89,8 +89,8 @@ def front_page(name: str) -> None:
 def all_rows() -> None:
     parts = [
         "# Measured figures\n\n"
-        "Written by `tools/benchmark_tables.py` from the CSV files beside this page. Medians in microseconds; the peer ran "
-        "in the same process on the same data; floor is the share of the time that the bytes or the arithmetic need at "
+        "Written by `tools/benchmark_tables.py` from the CSV files beside this page. Medians in microseconds; the peer "
+        "ran in the same process on the same data; floor is the share of the time that the bytes or the arithmetic need at "
         "least. [How it is measured](../howto/benchmark.md).\n"
     ]
     for path in sorted(FOLDER.glob("*.csv")):
