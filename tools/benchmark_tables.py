@@ -90,8 +90,8 @@ def all_rows() -> None:
     parts = [
         "# Measured figures\n\n"
         "Written by `tools/benchmark_tables.py` from the CSV files beside this page. Medians in microseconds; the peer "
-        "Written by `tools/benchmark_tables.py` from the CSV files beside this page. Medians in microseconds; the "
-        "least. [How it is measured](../howto/benchmark.md).\n"
+        "ran in the same process on the same data; floor is the share of the time that the bytes or the arithmetic "
+        "need at least. [How it is measured](../howto/benchmark.md).\n"
     ]
     for path in sorted(FOLDER.glob("*.csv")):
         table = times(path)
