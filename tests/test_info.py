@@ -82,7 +82,8 @@ def test_text_of_a_broken_installation(tree: Path) -> None:
 
 def test_users_still_get_the_import_error(tree: Path) -> None:
     for command in (("-c", "import opzoo"), ("-m", "opzoo.bench", "opzoo.info")):
-        child = run(tree, command=command)
+        # Without site-packages: an editable installation's import hook would lend the copy its own _C.
+        child = run(tree, "-S", command=command)
         assert child.returncode == 1 and "ImportError: The compiled part of opzoo is missing" in child.stderr
 
 
