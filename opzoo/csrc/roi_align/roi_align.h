@@ -102,7 +102,7 @@ struct RoIAxis {
   // monotone in the sample, rounding included, so the two ends can be bisected exactly: a bin of a
   // million pixels costs 40 evaluations and the few samples that hit.
   OPZOO_HOST_DEVICE SampleRange samples_between(int64_t pooled, acc low, acc high) const {
-    constexpr int64_t kBisectFrom = 12;
+    constexpr int64_t kBisectFrom = 8;
     if (grid < kBisectFrom) return {0, grid};
     SampleRange range;
     if (bin >= acc(0)) {

@@ -51,18 +51,21 @@ OPZOO_HOST_DEVICE void merge_samples(const RoIAxis<acc>& axis,
   flush();
 }
 
-// One element of W, by the few samples next to the pixel.
+// One element of W, by the few samples next to the pixel: each gives what is left of 1 after its
+// distance, measured from where clamping puts it.
 template <class acc>
 OPZOO_HOST_DEVICE acc
 weight_of(const RoIAxis<acc>& axis, int64_t bin, int64_t pixel, int64_t size) {
   const acc centre = static_cast<acc>(pixel);
+  const acc last = static_cast<acc>(size - 1);
   const SampleRange range = axis.samples_between(bin, centre - acc(1), centre + acc(1));
   acc weight = 0;
   for (int64_t sample = range.begin; sample < range.end; ++sample) {
-    const auto tap = ClampBorder::tap(axis.coordinate(bin, sample), size);
-    if (!tap.inside) continue;
-    if (tap.lo == pixel) weight += tap.weight_lo;
-    if (tap.hi == pixel && tap.hi != tap.lo) weight += tap.weight_hi;
+    acc at = axis.coordinate(bin, sample);
+    if (!(at >= acc(-1) && at <= static_cast<acc>(size))) continue;
+    at = at < acc(0) ? acc(0) : at > last ? last : at;
+    const acc rest = acc(1) - (at < centre ? centre - at : at - centre);
+    if (rest > acc(0)) weight += rest;
   }
   return weight;
 }

@@ -36,7 +36,9 @@ template <class acc>
 int band_capacity(const RoIAlignParams& p, int64_t bins, int64_t size) {
   const int64_t room = kBandBytes / static_cast<int64_t>(bins * sizeof(BandEntry<acc>));
   const int64_t wanted = p.sampling_ratio > 0 ? std::min(2 * p.sampling_ratio, size) : size;
-  return static_cast<int>(std::min(room, wanted));
+  const int64_t batches =
+      std::max<int64_t>(std::min(room, wanted + kBandBatch - 1) / kBandBatch, 1);
+  return static_cast<int>(batches * kBandBatch);
 }
 
 template <class T>
@@ -45,14 +47,19 @@ void launch_channels_last(const RoIAlignParams& p, const T* input, T* output, cu
   const int rows = band_capacity<acc>(p, p.pooled_height, p.height);
   const int columns = band_capacity<acc>(p, p.pooled_width, p.width);
   const auto bytes = (p.pooled_height * rows + p.pooled_width * columns) * sizeof(BandEntry<acc>);
-  // One block per RoI fills the GPU from a few hundred RoIs on; fewer are split over their bins.
+  // 256 bytes of channels per block (see the kernel). Few RoIs are split over their bins as well.
+  constexpr int64_t kSlice = 16;
   constexpr int64_t kBlocksWanted = 1024;
-  const int64_t items = p.pooled_height * p.pooled_width * p.channels / kVectorOf<T>;
+  const int64_t vectors = p.channels / kVectorOf<T>;
+  const int64_t slice = std::max(kSlice, div_up<int64_t>(vectors, 65535));
+  const int64_t slices = div_up(vectors, slice);
+  const int64_t items = p.pooled_height * p.pooled_width * slice;
   const int64_t split =
-      std::clamp<int64_t>(kBlocksWanted / p.rois, 1, div_up<int64_t>(items, kBlockSize));
-  const dim3 grid(static_cast<unsigned>(p.rois), static_cast<unsigned>(split));
-  roi_align_bands_channels_last_kernel<T>
-      <<<grid, kBlockSize, bytes, stream>>>(p, input, output, rows, columns);
+      std::clamp<int64_t>(kBlocksWanted / (p.rois * slices), 1, div_up<int64_t>(items, kBlockSize));
+  const dim3 grid(
+      static_cast<unsigned>(p.rois), static_cast<unsigned>(slices), static_cast<unsigned>(split));
+  roi_align_bands_channels_last_kernel<T><<<grid, kBlockSize, bytes, stream>>>(
+      p, input, output, rows, columns, static_cast<int>(slice));
 }
 
 template <class T, int kGroup>
@@ -69,9 +76,9 @@ void launch_contiguous_group(const RoIAlignParams& p,
   const int64_t per_warp = kGroup * (kColumnPitch * sizeof(acc) + bins * sizeof(T));
   int64_t warps = kBlockSize / 32;
   while (warps > 1 && bands + warps * per_warp > kMaxShared) warps /= 2;
-  // Two groups of channels per warp: the weights are worth computing for those.
+  // Four groups of channels per warp: the weights are worth computing for those.
   const int64_t groups = div_up<int64_t>(p.channels, kGroup);
-  const int64_t split = std::min<int64_t>(div_up(groups, 2 * warps), 65535);
+  const int64_t split = std::min<int64_t>(div_up(groups, 4 * warps), 65535);
   const dim3 grid(static_cast<unsigned>(p.rois), static_cast<unsigned>(split));
   roi_align_bands_contiguous_kernel<T, kGroup>
       <<<grid, static_cast<unsigned>(32 * warps), bands + warps * per_warp, stream>>>(

@@ -9,6 +9,7 @@
 
 namespace opzoo {
 
+constexpr int kBandBatch = 2;        // entries loaded together; capacities are multiples of it
 constexpr int kMaxBands = 32;        // bins per axis the kernels below handle
 constexpr int kMaxColumns = 128;     // distinct map columns of a RoI, contiguous layout
 constexpr int kMaxColumnWords = 32;  // their span, in words of 32 columns
@@ -37,7 +38,8 @@ __device__ void fill_band(const Bands<acc>& bands,
                           int bin,
                           int64_t size,
                           int64_t stride,
-                          acc scale) {
+                          acc scale,
+                          int pad) {
   int count = 0;
   merge_samples(axis, bin, size, [&](int64_t pixel, acc weight) {
     if (count >= 0 && count < bands.capacity) {
@@ -48,6 +50,12 @@ __device__ void fill_band(const Bands<acc>& bands,
       count = -1;
     }
   });
+  // Whole batches of kBandBatch: their loads are under way together. The padding repeats the last
+  // entry with weight 0.
+  for (; count > 0 && count % pad != 0; ++count) {
+    const BandEntry<acc> last = bands.entry[bin * bands.capacity + count - 1];
+    bands.entry[bin * bands.capacity + count] = {last.offset, acc(0)};
+  }
   bands.count[bin] = count;
 }
 
@@ -59,16 +67,17 @@ __device__ bool fill_bands(const RoIAlignParams& p,
                            const Bands<acc>& rows,
                            const Bands<acc>& columns,
                            int64_t row_stride,
-                           int64_t column_stride) {
+                           int64_t column_stride,
+                           int row_pad) {
   const int ph = static_cast<int>(p.pooled_height);
   const int pw = static_cast<int>(p.pooled_width);
   bool fits = true;
   for (int i = threadIdx.x; i < ph + pw; i += blockDim.x) {
     if (i < ph) {
-      fill_band(rows, roi.y, i, p.height, row_stride, acc(1) / roi.count());
+      fill_band(rows, roi.y, i, p.height, row_stride, acc(1) / roi.count(), row_pad);
       fits = fits && rows.count[i] >= 0;
     } else {
-      fill_band(columns, roi.x, i - ph, p.width, column_stride, acc(1));
+      fill_band(columns, roi.x, i - ph, p.width, column_stride, acc(1), 1);
       fits = fits && columns.count[i - ph] >= 0;
     }
   }
@@ -103,7 +112,8 @@ __global__ void __launch_bounds__(256)
                                          const T* __restrict__ input,
                                          T* __restrict__ output,
                                          int row_capacity,
-                                         int column_capacity) {
+                                         int column_capacity,
+                                         int slice) {
   using acc = acc_t<T>;
   constexpr int kVector = kVectorOf<T>;
   extern __shared__ __align__(16) char shared[];
@@ -117,15 +127,16 @@ __global__ void __launch_bounds__(256)
   const int64_t k = blockIdx.x;
   const RoI<acc> roi = read_roi<acc>(p, k);
   const bool fits =
-      fill_bands(p, roi, rows, columns, p.map_stride[kRoIRow], p.map_stride[kRoIColumn]);
+      fill_bands(p, roi, rows, columns, p.map_stride[kRoIRow], p.map_stride[kRoIColumn], 1);
 
-  const int vectors = static_cast<int>(p.channels) / kVector;
+  const int first = blockIdx.y * slice;  // in vectors
+  const int vectors = min(slice, static_cast<int>(p.channels) / kVector - first);
   const int items = bins_h * bins_w * vectors;
   T* result = output + k * bins_h * bins_w * p.channels;
   const T* map = input + (roi.image < 0 ? 0 : roi.image * p.map_stride[kRoIBatch]);
-  for (int i = blockIdx.y * blockDim.x + threadIdx.x; i < items; i += gridDim.y * blockDim.x) {
+  for (int i = blockIdx.z * blockDim.x + threadIdx.x; i < items; i += gridDim.z * blockDim.x) {
     const int bin = i / vectors;
-    const int channel = (i - bin * vectors) * kVector;
+    const int channel = (first + i - bin * vectors) * kVector;
     const int ph = bin / bins_w;
     const int pw = bin - ph * bins_w;
     acc sum[kVector] = {};
@@ -194,13 +205,15 @@ __device__ bool number_columns(const Bands<acc>& columns,
     }
   }
   fits = __syncthreads_and(fits);
-  if (threadIdx.x == 0) {
-    int before = 0;
-    for (int i = 0; i < kMaxColumnWords; ++i) {
-      set.before[i] = before;
-      before += __popc(set.word[i]);
+  if (threadIdx.x < kMaxColumnWords) {  // one warp: a prefix sum over the words
+    const int own = __popc(set.word[threadIdx.x]);
+    int sum = own;
+    for (int step = 1; step < kMaxColumnWords; step *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, sum, step);
+      if (static_cast<int>(threadIdx.x) >= step) sum += other;
     }
-    *set.size = before;
+    set.before[threadIdx.x] = sum - own;
+    if (threadIdx.x == kMaxColumnWords - 1) *set.size = sum;
   }
   __syncthreads();
   if (!fits || *set.size > kMaxColumns) return false;
@@ -223,7 +236,7 @@ constexpr int kColumnPitch = kMaxColumns + 8;
 // rows (coalesced along x), then, through shared memory, lanes own one (channel, bin) each and sum
 // along its columns. Results are staged so that they leave as one run.
 template <class T, int kGroup>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, sizeof(acc_t<T>) == 8 ? 2 : 3)
     roi_align_bands_contiguous_kernel(RoIAlignParams p,
                                       const T* __restrict__ input,
                                       T* __restrict__ output,
@@ -254,7 +267,7 @@ __global__ void __launch_bounds__(256)
   const int64_t k = blockIdx.x;
   const RoI<acc> roi = read_roi<acc>(p, k);
   const ColumnSet set{words, before, column_offset, &column_first, &column_count};
-  bool fits = fill_bands(p, roi, rows, columns, p.map_stride[kRoIRow], 1);
+  bool fits = fill_bands(p, roi, rows, columns, p.map_stride[kRoIRow], 1, kBandBatch);
   fits = fits && number_columns(columns, bins_w, static_cast<int>(p.map_stride[kRoIColumn]), set);
 
   const int own_channel = lane / bins_w;  // of the group, in the second step
@@ -279,12 +292,19 @@ __global__ void __launch_bounds__(256)
       for (int column = lane; column < column_count; column += 32) {
         acc sum[kGroup] = {};
         const int offset = column_offset[column];
-#pragma unroll 4
-        for (int iy = 0; iy < rows.count[ph]; ++iy) {
-          const int at = row[iy].offset + offset;
+        for (int iy = 0; iy < rows.count[ph]; iy += kBandBatch) {
+          acc value[kBandBatch][kGroup];
 #pragma unroll
-          for (int g = 0; g < kGroup; ++g) {
-            sum[g] += row[iy].weight * static_cast<acc>(plane[g][at]);
+          for (int batch = 0; batch < kBandBatch; ++batch) {
+            const int at = row[iy + batch].offset + offset;
+#pragma unroll
+            for (int g = 0; g < kGroup; ++g) value[batch][g] = static_cast<acc>(plane[g][at]);
+          }
+#pragma unroll
+          for (int batch = 0; batch < kBandBatch; ++batch) {
+            const acc weight = row[iy + batch].weight;
+#pragma unroll
+            for (int g = 0; g < kGroup; ++g) sum[g] += weight * value[batch][g];
           }
         }
 #pragma unroll
