@@ -55,15 +55,16 @@ __global__ void __launch_bounds__(kBlockSize) matmul_tiled_kernel(MatmulParams p
     const MatmulTile tile = matmul_tile(p, index, kMatmulTile, kMatmulTile);
     const T* a = static_cast<const T*>(p.a) + tile.offset[kMatmulA] + tile.row * p.a_row;
     const T* b = static_cast<const T*>(p.b) + tile.offset[kMatmulB] + tile.col * p.b_col;
-    // One chain of additions over all of K loses digits with its length: `part` takes 128 terms,
-    // then goes into `sum`.
-    constexpr int kPartDepth = 8 * kMatmulDepth;
+    // One chain of additions over all of K loses digits with its length. Three short ones do not:
+    // 16 products, 16 of those sums, and the rest.
+    constexpr int kBlockDepth = 16 * kMatmulDepth;
     acc sum[kMatmulEdge][kMatmulEdge] = {};
-    acc part[kMatmulEdge][kMatmulEdge] = {};
+    acc block[kMatmulEdge][kMatmulEdge] = {};
     for (int64_t k = 0; k < p.K; k += kMatmulDepth) {
       matmul_load(a_tile, a + k * p.a_col, p.a_row, p.a_col, p.M - tile.row, p.K - k);
       matmul_load(b_tile, b + k * p.b_row, p.b_col, p.b_row, p.N - tile.col, p.K - k);
       __syncthreads();  // the tiles are complete before anyone reads them
+      acc part[kMatmulEdge][kMatmulEdge] = {};
 #pragma unroll
       for (int step = 0; step < kMatmulDepth; ++step) {
         acc left[kMatmulEdge], right[kMatmulEdge];
@@ -78,13 +79,15 @@ __global__ void __launch_bounds__(kBlockSize) matmul_tiled_kernel(MatmulParams p
           for (int j = 0; j < kMatmulEdge; ++j) part[i][j] += left[i] * right[j];
         }
       }
-      if ((k + kMatmulDepth) % kPartDepth == 0 || k + kMatmulDepth >= p.K) {
+      const bool block_ends = (k + kMatmulDepth) % kBlockDepth == 0 || k + kMatmulDepth >= p.K;
 #pragma unroll
-        for (int i = 0; i < kMatmulEdge; ++i) {
+      for (int i = 0; i < kMatmulEdge; ++i) {
 #pragma unroll
-          for (int j = 0; j < kMatmulEdge; ++j) {
-            sum[i][j] += part[i][j];
-            part[i][j] = acc(0);
+        for (int j = 0; j < kMatmulEdge; ++j) {
+          block[i][j] += part[i][j];
+          if (block_ends) {
+            sum[i][j] += block[i][j];
+            block[i][j] = acc(0);
           }
         }
       }
