@@ -111,20 +111,17 @@ class AveragePool {
       return;
     }
     lines_.resize(std::max<size_t>(lines_.size(), places_ * kPlanes));
-    for (int64_t c = 0; c < count; ++c) {
-      const T* plane = map + c * p_.map_stride[kRoIChannel];
-      acc* line = lines_.data() + c * places_;
-      sum_runs(plane,
+    sum_planes(map,
                rows,
                row_count,
                row_stride,
                offsets_.data(),
                groups,
-               kLaneStep,
-               line,
-               kLaneStep);
-    }
-    transpose(lines_.data(), places_, count, places_, strip_.data(), lanes_);
+               count,
+               p_.map_stride[kRoIChannel],
+               lines_.data(),
+               strip_.data(),
+               lanes_);
   }
 
   // A row of bins for maps of any strides, the terms in the order of the two passes.

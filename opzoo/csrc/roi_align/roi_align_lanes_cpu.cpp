@@ -220,6 +220,87 @@ OPZOO_LANES_INLINE void transpose_of(const acc* from,
   }
 }
 
+// Two groups of columns of one plane at a time; kTerms is their number, or 0 for any.
+template <int kTerms, class T>
+OPZOO_LANES_INLINE void sum_plane(const T* plane,
+                                  const Term<acc_t<T>>* terms,
+                                  int64_t term_count,
+                                  int64_t term_stride,
+                                  const int64_t* offsets,
+                                  int64_t count,
+                                  acc_t<T>* to) {
+  if constexpr (kTerms > 0) term_count = kTerms;
+  int64_t i = 0;
+  for (; i + 2 <= count; i += 2) {
+    const T* left = plane + offsets[i];
+    const T* right = plane + offsets[i + 1];
+    Lanes<acc_t<T>> sum_left = {}, sum_right = {};
+#pragma GCC unroll 4
+    for (int64_t n = 0; n < term_count; ++n) {
+      const int64_t offset = terms[n].index * term_stride;
+      Lanes<acc_t<T>> value;
+      load(left + offset, value);
+      sum_left += terms[n].weight * value;
+      load(right + offset, value);
+      sum_right += terms[n].weight * value;
+    }
+    store(sum_left, to + i * kLaneStep);
+    store(sum_right, to + (i + 1) * kLaneStep);
+  }
+  if (i < count) sum_run<1>(plane + offsets[i], terms, term_count, term_stride, to + i * kLaneStep);
+}
+
+template <int kTerms, class T>
+OPZOO_LANES_INLINE void sum_all_planes(const T* map,
+                                       const Term<acc_t<T>>* terms,
+                                       int64_t term_count,
+                                       int64_t term_stride,
+                                       const int64_t* offsets,
+                                       int64_t count,
+                                       int64_t planes,
+                                       int64_t plane_stride,
+                                       acc_t<T>* rows) {
+  for (int64_t c = 0; c < planes; ++c) {
+    sum_plane<kTerms>(map + c * plane_stride,
+                      terms,
+                      term_count,
+                      term_stride,
+                      offsets,
+                      count,
+                      rows + c * count * kLaneStep);
+  }
+}
+
+template <class T>
+OPZOO_LANES_INLINE void sum_planes_of(const T* map,
+                                      const Term<acc_t<T>>* terms,
+                                      int64_t term_count,
+                                      int64_t term_stride,
+                                      const int64_t* offsets,
+                                      int64_t count,
+                                      int64_t planes,
+                                      int64_t plane_stride,
+                                      acc_t<T>* rows,
+                                      acc_t<T>* lines,
+                                      int64_t line_stride) {
+  const auto* t = terms;
+  switch (term_count) {
+    case 2:
+      sum_all_planes<2>(map, t, 2, term_stride, offsets, count, planes, plane_stride, rows);
+      break;
+    case 3:
+      sum_all_planes<3>(map, t, 3, term_stride, offsets, count, planes, plane_stride, rows);
+      break;
+    case 4:
+      sum_all_planes<4>(map, t, 4, term_stride, offsets, count, planes, plane_stride, rows);
+      break;
+    default:
+      sum_all_planes<0>(
+          map, t, term_count, term_stride, offsets, count, planes, plane_stride, rows);
+  }
+  transpose_of(rows, count * kLaneStep, planes, count * kLaneStep, lines, line_stride);
+}
+
 template <class From, class To>
 OPZOO_LANES_INLINE void convert_lines(const From* from,
                                       int64_t from_stride,
@@ -256,6 +337,30 @@ OPZOO_LANES_INLINE void convert_lines(const From* from,
                                       int64_t line_stride) {                                      \
     sum_runs_of(                                                                                  \
         map, terms, term_count, term_stride, offsets, count, lanes, lines, line_stride);          \
+  }                                                                                               \
+  template <>                                                                                     \
+  OPZOO_LANES_KERNEL void sum_planes<T>(const T* map,                                             \
+                                        const Term<acc_t<T>>* terms,                              \
+                                        int64_t term_count,                                       \
+                                        int64_t term_stride,                                      \
+                                        const int64_t* offsets,                                   \
+                                        int64_t count,                                            \
+                                        int64_t planes,                                           \
+                                        int64_t plane_stride,                                     \
+                                        acc_t<T>* rows,                                           \
+                                        acc_t<T>* lines,                                          \
+                                        int64_t line_stride) {                                    \
+    sum_planes_of(map,                                                                            \
+                  terms,                                                                          \
+                  term_count,                                                                     \
+                  term_stride,                                                                    \
+                  offsets,                                                                        \
+                  count,                                                                          \
+                  planes,                                                                         \
+                  plane_stride,                                                                   \
+                  rows,                                                                           \
+                  lines,                                                                          \
+                  line_stride);                                                                   \
   }                                                                                               \
   template <>                                                                                     \
   OPZOO_LANES_KERNEL void load_lines<T>(const T* from,                                            \

@@ -31,6 +31,22 @@ void sum_runs(const T* map,
               acc_t<T>* lines,
               int64_t line_stride);
 
+// lines[i * kLaneStep + j][plane] = sum over terms of
+// weight * map[plane * plane_stride + index * term_stride + offsets[i] + j], j < kLaneStep.
+// rows: room for planes * count * kLaneStep.
+template <class T>
+void sum_planes(const T* map,
+                const Term<acc_t<T>>* terms,
+                int64_t term_count,
+                int64_t term_stride,
+                const int64_t* offsets,
+                int64_t count,
+                int64_t planes,
+                int64_t plane_stride,
+                acc_t<T>* rows,
+                acc_t<T>* lines,
+                int64_t line_stride);
+
 // to[i] = sum over the terms of row i of weight * from[index]; lanes is a multiple of kLaneStep.
 template <class acc>
 void multiply_banded(const Term<acc>* terms,
