@@ -128,38 +128,11 @@ void sum_tiles(const RoIAlignParams& p, T* grad_input, const MakeAdder& make_add
 // The bands of a RoI, the ones along x turned around: column's place: bins.
 template <class acc>
 struct BackwardBands : RoIBands<acc> {
+  using accumulator = acc;
   void assign(const RoIAlignParams& p, const RoI<acc>& roi) {
     RoIBands<acc>::assign(p, roi);
     this->x = transposed(this->x, static_cast<int64_t>(this->columns.size()));
   }
-};
-
-// Every tile asks for the bands of its RoIs: those of the first RoIs are kept, as many as surely
-// fit 64 MiB, the others are worked out again.
-template <class acc>
-class BandsOfRoIs {
- public:
-  explicit BandsOfRoIs(const RoIAlignParams& p) {
-    constexpr int64_t kBytes = 64 << 20;
-    const int64_t terms = p.height + p.width + 3 * (p.pooled_height + p.pooled_width);
-    const int64_t each = 3 * terms * static_cast<int64_t>(sizeof(Term<acc>));
-    kept_.resize(std::min(p.rois, kBytes / each));
-    parallel_for(0, static_cast<int64_t>(kept_.size()), 16, [&](int64_t begin, int64_t end) {
-      for (int64_t k = begin; k < end; ++k) kept_[k].assign(p, read_roi<acc>(p, k));
-    });
-  }
-
-  const BackwardBands<acc>& get(const RoIAlignParams& p,
-                                const RoI<acc>& roi,
-                                int64_t k,
-                                BackwardBands<acc>& scratch) const {
-    if (k < static_cast<int64_t>(kept_.size())) return kept_[k];
-    scratch.assign(p, roi);
-    return scratch;
-  }
-
- private:
-  std::vector<BackwardBands<acc>> kept_;
 };
 
 template <class T>
@@ -167,13 +140,13 @@ class AverageAdder {
   using acc = acc_t<T>;
 
  public:
-  AverageAdder(const RoIAlignParams& p, const T* grad, const BandsOfRoIs<acc>& bands)
+  AverageAdder(const RoIAlignParams& p, const T* grad, const BandsOfRoIs<BackwardBands<acc>>& bands)
       : p_(p), grad_(grad), all_bands_(bands) {}
 
   // Row of bins by row of bins: spread along x over the touched columns, then added to the map rows
   // of its band.
-  void operator()(const RoI<acc>& roi, int64_t k, const Tile<acc>& tile) {
-    const BackwardBands<acc>& bands = all_bands_.get(p_, roi, k, scratch_);
+  void operator()(const RoI<acc>&, int64_t k, const Tile<acc>& tile) {
+    const BackwardBands<acc>& bands = all_bands_.get(p_, k, scratch_);
     const auto& pixels = bands.columns;
     const auto begin = std::lower_bound(pixels.begin(), pixels.end(), tile.first_column);
     const auto end = std::lower_bound(begin, pixels.end(), tile.first_column + tile.columns);
@@ -217,8 +190,8 @@ class AverageAdder {
     const auto& stride = p_.pooled_stride;
     const int64_t step = stride[kRoIChannel];
     const int64_t bins = rows * p_.pooled_width;
-    const T* from = grad_ + k * stride[kRoIBatch] + tile.first_channel * step +
-                    ph * stride[kRoIRow];
+    const T* from =
+        grad_ + k * stride[kRoIBatch] + tile.first_channel * step + ph * stride[kRoIRow];
     if (stride[kRoIColumn] == 1 && stride[kRoIRow] == p_.pooled_width) {
       if constexpr (std::is_same_v<T, acc>) {
         transpose(from, step, tile.channels, bins, bins_.data(), kTileLanes);
@@ -245,7 +218,7 @@ class AverageAdder {
 
   const RoIAlignParams& p_;
   const T* grad_;
-  const BandsOfRoIs<acc>& all_bands_;
+  const BandsOfRoIs<BackwardBands<acc>>& all_bands_;
   BackwardBands<acc> scratch_;
   std::vector<int64_t> offsets_;  // of the touched columns in a row of the tile
   std::vector<acc> bins_;         // [bin][lane]
@@ -277,7 +250,7 @@ int64_t bin_offset(const int64_t (&stride)[4], int64_t k, int64_t c, int64_t ph,
 
 template <class T>
 void average_backward(const RoIAlignParams& p, const T* grad, T* grad_input) {
-  const BandsOfRoIs<acc_t<T>> bands(p);
+  const BandsOfRoIs<BackwardBands<acc_t<T>>> bands(p);
   sum_tiles(p, grad_input, [&] { return AverageAdder<T>(p, grad, bands); });
 }
 
@@ -309,8 +282,8 @@ void maximum_backward(const RoIAlignParams& p,
   sum_tiles(p, grad_input, [&] { return add; });
 }
 
-#define OPZOO_INSTANTIATE(T)                                                                      \
-  template void average_backward(const RoIAlignParams&, const T*, T*);                            \
+#define OPZOO_INSTANTIATE(T)                                           \
+  template void average_backward(const RoIAlignParams&, const T*, T*); \
   template void maximum_backward(const RoIAlignParams&, const T*, const int64_t*, T*);
 OPZOO_INSTANTIATE(double)
 OPZOO_INSTANTIATE(float)

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "common/dispatch.h"
 #include "roi_align/roi_align_bands.h"
 #include "roi_align/roi_align_lanes_cpu.h"
 
@@ -89,6 +90,35 @@ struct RoIBands {
     band_bins(roi.x, p.pooled_width, p.width, x);
     number_pixels(roi.x.bin < acc(0), x, columns);
   }
+};
+
+// RoIs are met once per block of channels or tile. The bands of the first ones are kept, as many as
+// surely fit 64 MiB, the others are worked out again. Bands: RoIBands or derived from it.
+template <class Bands>
+class BandsOfRoIs {
+ public:
+  explicit BandsOfRoIs(const RoIAlignParams& p) {
+    const double terms = static_cast<double>(p.height) + static_cast<double>(p.width) +
+                         3.0 * static_cast<double>(p.pooled_height) +
+                         3.0 * static_cast<double>(p.pooled_width);
+    kept_.resize(std::min(p.rois, static_cast<int64_t>((64 << 20) / (64.0 * terms))));
+    parallel_for(0, static_cast<int64_t>(kept_.size()), 16, [&](int64_t begin, int64_t end) {
+      for (int64_t k = begin; k < end; ++k) assign(p, k, kept_[k]);
+    });
+  }
+
+  const Bands& get(const RoIAlignParams& p, int64_t k, Bands& scratch) const {
+    if (k < static_cast<int64_t>(kept_.size())) return kept_[k];
+    assign(p, k, scratch);
+    return scratch;
+  }
+
+ private:
+  static void assign(const RoIAlignParams& p, int64_t k, Bands& bands) {
+    bands.assign(p, read_roi<typename Bands::accumulator>(p, k));
+  }
+
+  std::vector<Bands> kept_;
 };
 
 // Rows of bins handled together, so that a matrix of their lines stays in L1.

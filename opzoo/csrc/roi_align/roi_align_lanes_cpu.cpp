@@ -115,8 +115,7 @@ OPZOO_LANES_INLINE void sum_runs_of(const T* map,
     for (; lane < lanes; ++lane) {
       acc_t<T> sum = 0;
       for (int64_t n = 0; n < term_count; ++n) {
-        sum += terms[n].weight *
-               static_cast<acc_t<T>>(from[terms[n].index * term_stride + lane]);
+        sum += terms[n].weight * static_cast<acc_t<T>>(from[terms[n].index * term_stride + lane]);
       }
       to[lane] = sum;
     }
@@ -147,12 +146,8 @@ OPZOO_LANES_INLINE void multiply_banded_of(const Term<acc>* terms,
 }
 
 template <class acc>
-OPZOO_LANES_INLINE void add_weighted_of(acc weight,
-                                        const acc* from,
-                                        int64_t lanes,
-                                        const int64_t* offsets,
-                                        int64_t count,
-                                        acc* to) {
+OPZOO_LANES_INLINE void add_weighted_of(
+    acc weight, const acc* from, int64_t lanes, const int64_t* offsets, int64_t count, acc* to) {
   for (int64_t i = 0; i < count; ++i) {
     for (int64_t lane = 0; lane < lanes; lane += kLaneStep) {
       Lanes<acc> value, sum;
@@ -324,94 +319,93 @@ OPZOO_LANES_INLINE void convert_lines(const From* from,
 }  // namespace
 
 // Function multiversioning takes no templates: a specialisation of each for each type.
-#define OPZOO_DEFINE_FOR_STORAGE(T)                                                               \
-  template <>                                                                                     \
-  OPZOO_LANES_KERNEL void sum_runs<T>(const T* map,                                               \
-                                      const Term<acc_t<T>>* terms,                                \
-                                      int64_t term_count,                                         \
-                                      int64_t term_stride,                                        \
-                                      const int64_t* offsets,                                     \
-                                      int64_t count,                                              \
-                                      int64_t lanes,                                              \
-                                      acc_t<T>* lines,                                            \
-                                      int64_t line_stride) {                                      \
-    sum_runs_of(                                                                                  \
-        map, terms, term_count, term_stride, offsets, count, lanes, lines, line_stride);          \
-  }                                                                                               \
-  template <>                                                                                     \
-  OPZOO_LANES_KERNEL void sum_planes<T>(const T* map,                                             \
-                                        const Term<acc_t<T>>* terms,                              \
-                                        int64_t term_count,                                       \
-                                        int64_t term_stride,                                      \
-                                        const int64_t* offsets,                                   \
-                                        int64_t count,                                            \
-                                        int64_t planes,                                           \
-                                        int64_t plane_stride,                                     \
-                                        acc_t<T>* rows,                                           \
-                                        acc_t<T>* lines,                                          \
-                                        int64_t line_stride) {                                    \
-    sum_planes_of(map,                                                                            \
-                  terms,                                                                          \
-                  term_count,                                                                     \
-                  term_stride,                                                                    \
-                  offsets,                                                                        \
-                  count,                                                                          \
-                  planes,                                                                         \
-                  plane_stride,                                                                   \
-                  rows,                                                                           \
-                  lines,                                                                          \
-                  line_stride);                                                                   \
-  }                                                                                               \
-  template <>                                                                                     \
-  OPZOO_LANES_KERNEL void load_lines<T>(const T* from,                                            \
-                                        int64_t from_stride,                                      \
-                                        int64_t lines,                                            \
-                                        int64_t length,                                           \
-                                        acc_t<T>* to,                                             \
-                                        int64_t to_stride) {                                      \
-    convert_lines(from, from_stride, lines, length, to, to_stride);                               \
-  }                                                                                               \
-  template <>                                                                                     \
-  OPZOO_LANES_KERNEL void store_lines<T>(const acc_t<T>* from,                                    \
-                                         int64_t from_stride,                                     \
-                                         int64_t lines,                                           \
-                                         int64_t length,                                          \
-                                         T* to,                                                   \
-                                         int64_t to_stride) {                                     \
-    convert_lines(from, from_stride, lines, length, to, to_stride);                               \
+#define OPZOO_DEFINE_FOR_STORAGE(T)                                                              \
+  template <>                                                                                    \
+  OPZOO_LANES_KERNEL void sum_runs<T>(const T* map,                                              \
+                                      const Term<acc_t<T>>* terms,                               \
+                                      int64_t term_count,                                        \
+                                      int64_t term_stride,                                       \
+                                      const int64_t* offsets,                                    \
+                                      int64_t count,                                             \
+                                      int64_t lanes,                                             \
+                                      acc_t<T>* lines,                                           \
+                                      int64_t line_stride) {                                     \
+    sum_runs_of(map, terms, term_count, term_stride, offsets, count, lanes, lines, line_stride); \
+  }                                                                                              \
+  template <>                                                                                    \
+  OPZOO_LANES_KERNEL void sum_planes<T>(const T* map,                                            \
+                                        const Term<acc_t<T>>* terms,                             \
+                                        int64_t term_count,                                      \
+                                        int64_t term_stride,                                     \
+                                        const int64_t* offsets,                                  \
+                                        int64_t count,                                           \
+                                        int64_t planes,                                          \
+                                        int64_t plane_stride,                                    \
+                                        acc_t<T>* rows,                                          \
+                                        acc_t<T>* lines,                                         \
+                                        int64_t line_stride) {                                   \
+    sum_planes_of(map,                                                                           \
+                  terms,                                                                         \
+                  term_count,                                                                    \
+                  term_stride,                                                                   \
+                  offsets,                                                                       \
+                  count,                                                                         \
+                  planes,                                                                        \
+                  plane_stride,                                                                  \
+                  rows,                                                                          \
+                  lines,                                                                         \
+                  line_stride);                                                                  \
+  }                                                                                              \
+  template <>                                                                                    \
+  OPZOO_LANES_KERNEL void load_lines<T>(const T* from,                                           \
+                                        int64_t from_stride,                                     \
+                                        int64_t lines,                                           \
+                                        int64_t length,                                          \
+                                        acc_t<T>* to,                                            \
+                                        int64_t to_stride) {                                     \
+    convert_lines(from, from_stride, lines, length, to, to_stride);                              \
+  }                                                                                              \
+  template <>                                                                                    \
+  OPZOO_LANES_KERNEL void store_lines<T>(const acc_t<T>* from,                                   \
+                                         int64_t from_stride,                                    \
+                                         int64_t lines,                                          \
+                                         int64_t length,                                         \
+                                         T* to,                                                  \
+                                         int64_t to_stride) {                                    \
+    convert_lines(from, from_stride, lines, length, to, to_stride);                              \
   }
 OPZOO_DEFINE_FOR_STORAGE(double)
 OPZOO_DEFINE_FOR_STORAGE(float)
 OPZOO_DEFINE_FOR_STORAGE(Half)
 OPZOO_DEFINE_FOR_STORAGE(BFloat16)
 
-#define OPZOO_DEFINE_FOR_ACCUMULATOR(acc)                                                         \
-  template <>                                                                                     \
-  OPZOO_LANES_KERNEL void multiply_banded<acc>(const Term<acc>* terms,                            \
-                                               const int64_t* first,                              \
-                                               int64_t rows,                                      \
-                                               const acc* from,                                   \
-                                               int64_t lanes,                                     \
-                                               acc* to) {                                         \
-    multiply_banded_of(terms, first, rows, from, lanes, to);                                      \
-  }                                                                                               \
-  template <>                                                                                     \
-  OPZOO_LANES_KERNEL void add_weighted<acc>(acc weight,                                           \
-                                            const acc* from,                                      \
-                                            int64_t lanes,                                        \
-                                            const int64_t* offsets,                               \
-                                            int64_t count,                                        \
-                                            acc* to) {                                            \
-    add_weighted_of(weight, from, lanes, offsets, count, to);                                     \
-  }                                                                                               \
-  template <>                                                                                     \
-  OPZOO_LANES_KERNEL void transpose<acc>(const acc* from,                                         \
-                                         int64_t from_stride,                                     \
-                                         int64_t lines,                                           \
-                                         int64_t length,                                          \
-                                         acc* to,                                                 \
-                                         int64_t to_stride) {                                     \
-    transpose_of(from, from_stride, lines, length, to, to_stride);                                \
+#define OPZOO_DEFINE_FOR_ACCUMULATOR(acc)                              \
+  template <>                                                          \
+  OPZOO_LANES_KERNEL void multiply_banded<acc>(const Term<acc>* terms, \
+                                               const int64_t* first,   \
+                                               int64_t rows,           \
+                                               const acc* from,        \
+                                               int64_t lanes,          \
+                                               acc* to) {              \
+    multiply_banded_of(terms, first, rows, from, lanes, to);           \
+  }                                                                    \
+  template <>                                                          \
+  OPZOO_LANES_KERNEL void add_weighted<acc>(acc weight,                \
+                                            const acc* from,           \
+                                            int64_t lanes,             \
+                                            const int64_t* offsets,    \
+                                            int64_t count,             \
+                                            acc* to) {                 \
+    add_weighted_of(weight, from, lanes, offsets, count, to);          \
+  }                                                                    \
+  template <>                                                          \
+  OPZOO_LANES_KERNEL void transpose<acc>(const acc* from,              \
+                                         int64_t from_stride,          \
+                                         int64_t lines,                \
+                                         int64_t length,               \
+                                         acc* to,                      \
+                                         int64_t to_stride) {          \
+    transpose_of(from, from_stride, lines, length, to, to_stride);     \
   }
 OPZOO_DEFINE_FOR_ACCUMULATOR(double)
 OPZOO_DEFINE_FOR_ACCUMULATOR(float)

@@ -58,12 +58,8 @@ void multiply_banded(const Term<acc>* terms,
 
 // to[offsets[i] + lane] += weight * from[i][lane]; lanes is a multiple of kLaneStep.
 template <class acc>
-void add_weighted(acc weight,
-                  const acc* from,
-                  int64_t lanes,
-                  const int64_t* offsets,
-                  int64_t count,
-                  acc* to);
+void add_weighted(
+    acc weight, const acc* from, int64_t lanes, const int64_t* offsets, int64_t count, acc* to);
 
 // to[j * to_stride + i] = from[i * from_stride + j] for i < lines, j < length.
 template <class acc>
