@@ -97,7 +97,7 @@ def test_cpu_layouts_agree_bit_by_bit(channels, ratio, dtype):
     expected = opzoo.roi_align(x, *args)
     peer_x = x.double().requires_grad_()
     peer = torchvision.ops.roi_align(peer_x, boxes.double(), *args[1:])
-    tolerance = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    tolerance = {torch.float64: 1e-5, torch.float32: 5e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     assert error_against(peer, expected) <= tolerance
     last = x.contiguous(memory_format=torch.channels_last)
     for view in (last, x.repeat_interleave(2, 3)[..., ::2], last.repeat(1, 2, 1, 1)[:, :channels]):
