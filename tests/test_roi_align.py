@@ -77,12 +77,50 @@ def test_maximum_matches_reference(device, size, scale, ratio, aligned, channels
     close(torch.autograd.grad(out, x, g)[0], torch.autograd.grad(expected, x, g)[0], 1e-4)
 
 
-def test_cpu_average_is_bitwise_torchvision():
-    x, boxes = make_map(2, 5, 13, 17, device="cpu"), make_boxes(40, 2, 20, "cpu")
-    for aligned in (False, True):
-        for ratio in (-1, 2):
-            ours = opzoo.roi_align(x, boxes, 7, 0.6, ratio, aligned)
-            assert torch.equal(ours, torchvision.ops.roi_align(x, boxes, 7, 0.6, ratio, aligned))
+WIDE_BOXES = [
+    [0, 1.5, 2.0, 118.0, 19.5],  # few of the columns it spans are sampled
+    [1, -4.0, 3.0, 9.0, 30.0],
+    [0, 100.0, 0.0, 140.0, 8.0],
+    [1, 60.3, 5.2, 60.9, 5.4],
+    [0, 90.0, 17.0, 20.0, 4.0],  # mirrored where aligned
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALVES], ids=str)
+@pytest.mark.parametrize("channels", [1, 7, 16, 37, 150])
+@pytest.mark.parametrize("ratio", [-1, 1, 3])
+def test_cpu_layouts_agree_bit_by_bit(channels, ratio, dtype):
+    """Adjacent columns, adjacent channels and neither are summed by different loops, in one order."""
+    x = make_map(2, channels, 21, 120, device="cpu", dtype=dtype)
+    boxes = torch.tensor(WIDE_BOXES)
+    args = (boxes, (7, 5), 0.9, ratio, True)
+    expected = opzoo.roi_align(x, *args)
+    peer_x = x.double().requires_grad_()
+    peer = torchvision.ops.roi_align(peer_x, boxes.double(), *args[1:])
+    tolerance = {torch.float64: 1e-5, torch.float32: 5e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    assert error_against(peer, expected) <= tolerance
+    last = x.contiguous(memory_format=torch.channels_last)
+    for view in (last, x.repeat_interleave(2, 3)[..., ::2], last.repeat(1, 2, 1, 1)[:, :channels]):
+        assert torch.equal(opzoo.roi_align(view, *args), expected)
+    g = torch.randn_like(expected)
+    grads = []
+    for leaf in (x.clone().requires_grad_(), last.clone().requires_grad_()):
+        for grad in (g, g.contiguous(memory_format=torch.channels_last), g.repeat_interleave(2, 3)[..., ::2]):
+            grads.append(torch.autograd.grad(opzoo.roi_align(leaf, *args), leaf, grad)[0])
+    (peer_grad,) = torch.autograd.grad(peer, peer_x, g.double())
+    assert error_against(peer_grad, grads[0]) <= 10 * tolerance
+    assert all(torch.equal(grad, grads[0]) for grad in grads)
+
+
+def test_backward_across_tiles(device):
+    """A plane that is cut along both axes, with boxes across the cuts."""
+    x = make_map(1, 17, 70, 1100, device=device).requires_grad_()
+    boxes = torch.tensor([[0, 5.0, 3.0, 1090.0, 66.0], [0, 540.0, 10.0, 560.0, 60.0]], device=device)
+    for ratio, mode in ((-1, "avg"), (2, "avg"), (2, "max")):
+        out = opzoo.roi_align(x, boxes, (5, 9), 1.0, ratio, True, mode)
+        expected = reference.roi_align(x, boxes, (5, 9), 1.0, ratio, True, mode)
+        g = torch.randn_like(out)
+        close(torch.autograd.grad(out, x, g)[0], torch.autograd.grad(expected, x, g)[0], 1e-4)
 
 
 def test_pixel_centres_by_hand(device):
@@ -380,9 +418,10 @@ def test_autocast_keeps_the_input_dtype(device):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_results_do_not_depend_on_threads(dtype, mode):
-    x = make_map(2, 40, 20, 20, device="cpu", dtype=dtype).requires_grad_()
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_results_do_not_depend_on_threads(dtype, channels_last, mode):
+    x = make_map(2, 40, 20, 20, device="cpu", dtype=dtype, channels_last=channels_last).requires_grad_()
     boxes = make_boxes(60, 2, 18, "cpu")
     results = []
     threads = torch.get_num_threads()

@@ -254,8 +254,7 @@ RoIAlignPlan plan_roi_align_backward(const char* op,
                                      const OptionalTensor& batch_index,
                                      const Sizes& sizes,
                                      const RoIAlignOptions& options,
-                                     bool channels_last,
-                                     BackwardTarget target) {
+                                     bool channels_last) {
   RoIAlignPlan plan;
   RoIAlignParams& p = plan.params;
   check_rank(op, "grad", grad, 4);
@@ -269,17 +268,10 @@ RoIAlignPlan plan_roi_align_backward(const char* op,
   bind_boxes(op, grad, "grad", boxes, batch_index, options, plan);
   check_shape(op, "grad", grad, {p.rois, p.channels, p.pooled_height, p.pooled_width});
   if (argmax) bind_argmax(op, *argmax, grad, "grad", p);
-  const ScalarType dtype =
-      target == BackwardTarget::kSum ? accumulator_dtype(grad.scalar_type()) : grad.scalar_type();
-  plan.out = empty_strided(sizes, strides_for(sizes, channels_last), dtype, grad);
-  if (target == BackwardTarget::kSum) torch::stable::zero_(plan.out);
+  plan.out = empty_strided(sizes, strides_for(sizes, channels_last), grad.scalar_type(), grad);
   copy_strides(plan.out, p.map_stride);
   copy_strides(grad, p.pooled_stride);
   return plan;
-}
-
-Tensor finish_roi_align_backward(const RoIAlignPlan& plan, const Tensor& grad) {
-  return to_dtype(plan.out, grad.scalar_type());
 }
 
 }  // namespace opzoo

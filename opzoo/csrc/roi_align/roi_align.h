@@ -24,6 +24,7 @@
 //   an adaptive bin of more than 2^30 samples along an axis has none
 //   an image index that is no integer in [0, N): an error on the CPU; on CUDA zeros, nothing is
 //   read an argmax that is no sample of its bin: as -1
+//   a NaN or infinite pixel reaches the averages that give it a weight other than 0
 //
 // Coordinates, weights and sums are fp32 (fp64 for fp64), half types are rounded once. Forward
 // and backward are deterministic: no sum depends on the order in which threads arrive. No torch

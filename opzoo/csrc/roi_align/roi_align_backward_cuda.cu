@@ -77,8 +77,7 @@ Tensor roi_align_backward_cuda(const Tensor& grad,
                                                     batch_index,
                                                     sizes,
                                                     options,
-                                                    channels_last,
-                                                    BackwardTarget::kFinal);
+                                                    channels_last);
   const RoIAlignParams& p = plan.params;
   const cudaStream_t stream = current_stream(grad);
   check_image_indices(kOp, plan, stream);
@@ -115,8 +114,7 @@ Tensor roi_align_max_backward_cuda(const Tensor& grad,
                                                     batch_index,
                                                     sizes,
                                                     options,
-                                                    channels_last,
-                                                    BackwardTarget::kFinal);
+                                                    channels_last);
   const RoIAlignParams& p = plan.params;
   const cudaStream_t stream = current_stream(grad);
   check_image_indices(kOp, plan, stream);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include "roi_align/roi_align_average_cpu.h"
 #include "roi_align/roi_align_plan.h"
 
 namespace opzoo {
@@ -53,27 +54,6 @@ int64_t plane_offset(const RoIAlignParams& p, int64_t image, int64_t c) {
 }
 
 template <class T>
-void average_forward(const RoIAlignParams& p, const T* input, T* output) {
-  using acc = acc_t<T>;
-  const int64_t map_step = p.map_stride[kRoIChannel];
-  const int64_t step = p.pooled_stride[kRoIChannel];
-  for_each_roi_block<acc>(p, [&](const RoI<acc>& roi, const ChannelBlock& block) {
-    const T* map = input + plane_offset(p, roi.image, block.first);
-    for_each_bin(p, [&](int64_t ph, int64_t pw) {
-      acc sum[kChannelBlock] = {};
-      const auto inside = [&](const PlaneTap<acc>& tap, int64_t) {
-        for (int64_t c = 0; c < block.count; ++c) sum[c] += value_at(map + c * map_step, tap);
-      };
-      visit_bin(p, roi, ph, pw, inside, [] {});
-      T* bin = output + bin_offset(p.pooled_stride, block.outer, block.first, ph, pw);
-      for (int64_t c = 0; c < block.count; ++c) {
-        bin[c * step] = static_cast<T>(sum[c] / roi.count());
-      }
-    });
-  });
-}
-
-template <class T>
 void maximum_forward(const RoIAlignParams& p, const T* input, T* output, int64_t* argmax) {
   using acc = acc_t<T>;
   const int64_t map_step = p.map_stride[kRoIChannel];
@@ -118,88 +98,6 @@ void sample_forward(const RoIAlignParams& p, const T* input, const int64_t* argm
   });
 }
 
-// The RoIs of each image, in the order they came.
-struct RoIsByImage {
-  std::vector<int64_t> first;  // [batch + 1]
-  std::vector<int64_t> rois;
-};
-
-template <class acc>
-RoIsByImage group_by_image(const RoIAlignParams& p) {
-  RoIsByImage groups;
-  groups.first.assign(p.batch + 1, 0);
-  groups.rois.resize(p.rois);
-  for (int64_t k = 0; k < p.rois; ++k) ++groups.first[image_index<acc>(p, k) + 1];
-  for (int64_t image = 0; image < p.batch; ++image) groups.first[image + 1] += groups.first[image];
-  std::vector<int64_t> next(groups.first.begin(), groups.first.end() - 1);
-  for (int64_t k = 0; k < p.rois; ++k) groups.rois[next[image_index<acc>(p, k)]++] = k;
-  return groups;
-}
-
-// Every (RoI, channel block), parallel over (image, channel block): no two threads add to the same
-// plane, and a pixel sums its RoIs in their order, whatever the number of threads.
-template <class acc, class Body>
-void for_each_roi_block_by_image(const RoIAlignParams& p, const Body& body) {
-  const RoIsByImage groups = group_by_image<acc>(p);
-  parallel_for(0, p.batch * channel_blocks(p), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; ++item) {
-      const ChannelBlock block = channel_block(p, item);
-      for (int64_t i = groups.first[block.outer]; i < groups.first[block.outer + 1]; ++i) {
-        const int64_t k = groups.rois[i];
-        body(read_roi<acc>(p, k), ChannelBlock{k, block.first, block.count});
-      }
-    }
-  });
-}
-
-template <class acc>
-void add_at(acc* plane, const PlaneTap<acc>& tap, acc grad) {
-  for (int corner = 0; corner < 4; ++corner) {
-    plane[tap.offset[corner]] += grad * tap.weight[corner];
-  }
-}
-
-template <class T>
-void average_backward(const RoIAlignParams& p, const T* grad, acc_t<T>* grad_input) {
-  using acc = acc_t<T>;
-  const int64_t map_step = p.map_stride[kRoIChannel];
-  const int64_t step = p.pooled_stride[kRoIChannel];
-  for_each_roi_block_by_image<acc>(p, [&](const RoI<acc>& roi, const ChannelBlock& block) {
-    acc* map = grad_input + plane_offset(p, roi.image, block.first);
-    for_each_bin(p, [&](int64_t ph, int64_t pw) {
-      const T* bin = grad + bin_offset(p.pooled_stride, block.outer, block.first, ph, pw);
-      acc share[kChannelBlock];
-      for (int64_t c = 0; c < block.count; ++c) {
-        share[c] = static_cast<acc>(bin[c * step]) / roi.count();
-      }
-      const auto inside = [&](const PlaneTap<acc>& tap, int64_t) {
-        for (int64_t c = 0; c < block.count; ++c) add_at(map + c * map_step, tap, share[c]);
-      };
-      visit_bin(p, roi, ph, pw, inside, [] {});
-    });
-  });
-}
-
-template <class T>
-void maximum_backward(const RoIAlignParams& p,
-                      const T* grad,
-                      const int64_t* argmax,
-                      acc_t<T>* grad_input) {
-  using acc = acc_t<T>;
-  for_each_roi_block_by_image<acc>(p, [&](const RoI<acc>& roi, const ChannelBlock& block) {
-    for (int64_t c = block.first; c < block.first + block.count; ++c) {
-      acc* plane = grad_input + plane_offset(p, roi.image, c);
-      for_each_bin(p, [&](int64_t ph, int64_t pw) {
-        const int64_t sample = argmax[bin_offset(p.argmax_stride, block.outer, c, ph, pw)];
-        PlaneTap<acc> tap;
-        if (!tap_of_sample(p, roi, ph, pw, sample, tap)) return;
-        const T value = grad[bin_offset(p.pooled_stride, block.outer, c, ph, pw)];
-        add_at(plane, tap, static_cast<acc>(value));
-      });
-    }
-  });
-}
-
 Tensor roi_align_cpu(const Tensor& input,
                      const Tensor& boxes,
                      const OptionalTensor& batch_index,
@@ -233,13 +131,12 @@ Tensor roi_align_backward_cpu(const Tensor& grad,
   const RoIAlignOptions options{spatial_scale, sampling_ratio, aligned};
   const Sizes sizes{batch, channels, height, width};
   const RoIAlignPlan plan = plan_roi_align_backward(
-      kOp, grad, nullptr, boxes, batch_index, sizes, options, channels_last, BackwardTarget::kSum);
-  if (grad.numel() > 0) {
-    dispatch_floating(grad.scalar_type(), kOp, [&]<class T>() {
-      average_backward<T>(plan.params, data<T>(grad), mutable_data<acc_t<T>>(plan.out));
-    });
-  }
-  return finish_roi_align_backward(plan, grad);
+      kOp, grad, nullptr, boxes, batch_index, sizes, options, channels_last);
+  if (plan.out.numel() == 0) return plan.out;
+  dispatch_floating(grad.scalar_type(), kOp, [&]<class T>() {
+    average_backward<T>(plan.params, data<T>(grad), mutable_data<T>(plan.out));
+  });
+  return plan.out;
 }
 
 std::tuple<Tensor, Tensor> roi_align_max_cpu(const Tensor& input,
@@ -280,14 +177,13 @@ Tensor roi_align_max_backward_cpu(const Tensor& grad,
   const RoIAlignOptions options{spatial_scale, sampling_ratio, aligned};
   const Sizes sizes{batch, channels, height, width};
   const RoIAlignPlan plan = plan_roi_align_backward(
-      kOp, grad, &argmax, boxes, batch_index, sizes, options, channels_last, BackwardTarget::kSum);
-  if (grad.numel() > 0) {
-    dispatch_floating(grad.scalar_type(), kOp, [&]<class T>() {
-      maximum_backward<T>(
-          plan.params, data<T>(grad), data<int64_t>(argmax), mutable_data<acc_t<T>>(plan.out));
-    });
-  }
-  return finish_roi_align_backward(plan, grad);
+      kOp, grad, &argmax, boxes, batch_index, sizes, options, channels_last);
+  if (plan.out.numel() == 0) return plan.out;
+  dispatch_floating(grad.scalar_type(), kOp, [&]<class T>() {
+    maximum_backward<T>(
+        plan.params, data<T>(grad), data<int64_t>(argmax), mutable_data<T>(plan.out));
+  });
+  return plan.out;
 }
 
 Tensor roi_align_max_sample_cpu(const Tensor& input,

@@ -38,10 +38,7 @@ RoIAlignPlan plan_roi_align_sample(const char* op,
                                    const OptionalTensor& batch_index,
                                    const RoIAlignOptions& options);
 
-// grad_input from grad. sizes is (N, C, H, W). kSum: out is zero and has grad's accumulator dtype,
-// contributions are added up in it and finish_roi_align_backward rounds once. kFinal: out has
-// grad's dtype and is not yet written.
-enum class BackwardTarget { kSum, kFinal };
+// grad_input from grad. sizes is (N, C, H, W).
 RoIAlignPlan plan_roi_align_backward(const char* op,
                                      const Tensor& grad,
                                      const Tensor* argmax,
@@ -49,9 +46,7 @@ RoIAlignPlan plan_roi_align_backward(const char* op,
                                      const OptionalTensor& batch_index,
                                      const Sizes& sizes,
                                      const RoIAlignOptions& options,
-                                     bool channels_last,
-                                     BackwardTarget target);
-Tensor finish_roi_align_backward(const RoIAlignPlan& plan, const Tensor& grad);
+                                     bool channels_last);
 
 // ValueError for RoI k, whose image index is none of the batch. value is the index as text.
 [[noreturn]] void refuse_image_index(const char* op,
