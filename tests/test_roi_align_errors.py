@@ -8,16 +8,13 @@ import textwrap
 
 import pytest
 import torch
+from roi_inputs import box
 
 import opzoo
 
 MODES = ("avg", "max")
 NAN, INF = float("nan"), float("inf")
 OPS = torch.ops.opzoo
-
-
-def box(*coordinates, image=0.0, device="cpu"):
-    return torch.tensor([[image, *coordinates]], device=device)
 
 
 BAD_INDICES = [1.0, -1.0, 0.5, NAN, INF, 1e5, -1e5, 3e38]

@@ -70,14 +70,8 @@ Tensor roi_align_backward_cuda(const Tensor& grad,
   const DeviceGuard guard(grad.get_device_index());
   const RoIAlignOptions options{spatial_scale, sampling_ratio, aligned};
   const Sizes sizes{batch, channels, height, width};
-  const RoIAlignPlan plan = plan_roi_align_backward(kOp,
-                                                    grad,
-                                                    nullptr,
-                                                    boxes,
-                                                    batch_index,
-                                                    sizes,
-                                                    options,
-                                                    channels_last);
+  const RoIAlignPlan plan = plan_roi_align_backward(
+      kOp, grad, nullptr, boxes, batch_index, sizes, options, channels_last);
   const RoIAlignParams& p = plan.params;
   const cudaStream_t stream = current_stream(grad);
   check_image_indices(kOp, plan, stream);
@@ -107,14 +101,8 @@ Tensor roi_align_max_backward_cuda(const Tensor& grad,
   const DeviceGuard guard(grad.get_device_index());
   const RoIAlignOptions options{spatial_scale, sampling_ratio, aligned};
   const Sizes sizes{batch, channels, height, width};
-  const RoIAlignPlan plan = plan_roi_align_backward(kOp,
-                                                    grad,
-                                                    &argmax,
-                                                    boxes,
-                                                    batch_index,
-                                                    sizes,
-                                                    options,
-                                                    channels_last);
+  const RoIAlignPlan plan = plan_roi_align_backward(
+      kOp, grad, &argmax, boxes, batch_index, sizes, options, channels_last);
   const RoIAlignParams& p = plan.params;
   const cudaStream_t stream = current_stream(grad);
   check_image_indices(kOp, plan, stream);
