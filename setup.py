@@ -31,7 +31,13 @@ DEVELOPMENT_ARCHS = "9.0a"
 
 def find_cuda_home() -> str | None:
     """The toolkit folder that holds bin/nvcc and include/, or None."""
-    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if named and os.environ.get("OPZOO_CUDA") != "0" and not (Path(named) / "bin" / "nvcc").exists():
+        sys.exit(
+            f"CUDA_HOME={named} has no bin/nvcc. Install the CUDA toolkit there, set CUDA_HOME to the toolkit's\n"
+            "folder or unset it; or build without CUDA: OPZOO_CUDA=0."
+        )
+    candidates = [named, "/usr/local/cuda"]
     nvcc = shutil.which("nvcc")
     if nvcc:
         candidates.append(str(Path(nvcc).resolve().parent.parent))
@@ -117,6 +123,7 @@ def extension():
         "-s",
         "-Wl,--as-needed",
         "-Wl,--exclude-libs,ALL",
+        f"-Wl,--version-script={csrc / 'module.map'}",
         # The umbrella library: it pulls in torch's CUDA half exactly where there is one.
         "-Wl,--no-as-needed",
         "-ltorch",

@@ -201,7 +201,7 @@ ERRORS = {
     "complex": (
         lambda: opzoo.add(torch.ones(2, dtype=torch.cfloat), torch.ones(2)),
         RuntimeError,
-        "opzoo::add: a must have a real dtype",
+        "opzoo::add: a must have a floating, int8 to int64, uint8 or bool dtype, got complex64",
     ),
     "fractional alpha": (
         lambda: opzoo.add(torch.ones(2, dtype=torch.int32), 1, alpha=0.5),
@@ -240,3 +240,32 @@ def test_more_than_2_31_elements(device):
     a[-1] = 5
     result = opzoo.add(a, a)
     assert result[-1].item() == 10 and result[:8].sum().item() == 0
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("number", [2.5, 3, True], ids=str)
+def test_numbers_compile(number):
+    a = torch.randn(3)
+    compiled = torch.compile(lambda t: opzoo.add(number, opzoo.add(t, number)), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(a), number + (a + number))
+
+
+def test_integer_numbers_wrap(device):
+    for dtype, number in ((torch.uint8, 300), (torch.int16, 2**40 + 1)):
+        for shape in ((), (2,)):
+            a = torch.ones(shape, dtype=dtype, device=device)
+            assert torch.equal(opzoo.add(a, number), torch.add(a, number))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.int64, torch.int8)], ids=str)
+def test_vmap_promotes_as_the_loop(dtypes):
+    a, b = torch.ones(4, dtype=dtypes[0]), torch.ones(4, 3, dtype=dtypes[1])
+    result = torch.vmap(opzoo.add)(a, b)
+    assert result.dtype == opzoo.add(a[0], b[0]).dtype == dtypes[1] and (result == 2).all()
+    wide = torch.tensor(1, dtype=dtypes[0])
+    assert torch.vmap(opzoo.add, in_dims=(0, None))(torch.ones(4, dtype=dtypes[1]), wide).dtype == dtypes[0]
+
+
+def test_meta_tensors():
+    a = torch.empty(3, 4, device="meta")
+    assert opzoo.add(a, a).device.type == "meta" and opzoo.matmul(a, a.mT).shape == (3, 3)

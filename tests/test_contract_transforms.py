@@ -267,6 +267,22 @@ def _compiled(function: Callable[..., Any], backend: Any, **options: Any) -> Cal
     return torch.compile(entry, backend=backend, fullgraph=True, **options)
 
 
+@pytest.mark.parametrize("case", [c for c in contract_cases() if c.forward_ad], ids=lambda c: c.id)
+def test_forward_over_forward(case: Case, device: torch.device) -> None:
+    """The second derivative along a line, by two forward passes, against a second difference."""
+    function, values = bound(case, case.call, case.tensors(device, torch.float64))
+    directions = tuple(torch.randn_like(value) for value in values)
+
+    def along(t: Tensor) -> Tensor:
+        outputs = function(*[value + t * d for value, d in zip(values, directions, strict=True)])
+        return sum((out * out * out).sum() for out in outputs)
+
+    zero, one, step = (torch.tensor(x, device=device, dtype=torch.float64) for x in (0.0, 1.0, 1e-4))
+    second = torch.func.jvp(lambda t: torch.func.jvp(along, (t,), (one,))[1], (zero,), (one,))[1]
+    difference = (along(step) - 2 * along(zero) + along(-step)) / step**2
+    torch.testing.assert_close(second, difference, rtol=1e-4, atol=1e-3)
+
+
 @every
 def test_compile_two_sizes(case: Case, device: torch.device) -> None:
     """One graph for both sizes, forward and backward equal to eager."""

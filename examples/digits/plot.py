@@ -40,7 +40,7 @@ def plot_detections(path: Path, scenes: Scenes, found: list[Detections], title: 
     key = [
         Line2D([], [], color=RIGHT, lw=2, label="detected: digit and score"),
         Line2D([], [], color=WRONG, lw=2, label=f"wrong: other digit, or IoU below {IOU}"),
-        Line2D([], [], color=TRUTH, lw=1.2, ls=(0, (2, 2)), label="ground truth"),
+        Line2D([], [], color=TRUTH, lw=1.2, ls=(0, (2, 2)), label="ground truth; alone: missed"),
     ]
     figure.suptitle(title, color=TRUTH, fontsize=13, y=1 - 0.17 / figure.get_figheight(), va="top")
     figure.legend(handles=key, loc="lower center", ncols=3, frameon=False, labelcolor=TRUTH, fontsize=11)

@@ -39,6 +39,11 @@ def _forward_ad_active() -> bool:
     return forward_ad._current_level >= 0
 
 
+def _autocast_enabled(device: str) -> bool:
+    # torch raises for a device it has no autocast for, meta among them.
+    return device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+
+
 def _name(op: Op) -> str:
     return str(op._schema.name).removeprefix("opzoo::")
 
@@ -61,7 +66,9 @@ def differentiable(
         save: ``save(ctx, args, output)`` keeps what the derivative needs.
         backward: ``backward(ctx, *grads)`` returns one gradient (or None) per argument. It calls
             public or ``differentiable`` functions only, so that it can be differentiated again.
-        jvp: ``jvp(ctx, *tangents)`` returns the output's tangent; None makes forward-mode AD raise.
+        jvp: ``jvp(ctx, *tangents)`` returns the output's tangent; None makes forward-mode AD raise. It
+            computes with ``differentiable`` functions only: torch calls it with forward mode off, so a
+            plain torch operator would lose the tangents of an outer level without a word.
         vmap: ``vmap(info, in_dims, *args)`` returns ``(output, out_dims)``; None makes vmap raise.
         autocast: whether the operator has an autocast rule.
     """
@@ -114,7 +121,8 @@ def differentiable(
         if _functorch_active():
             if wants_grad(args) or _forward_ad_active():
                 raise RuntimeError(
-                    f"torch.ops.opzoo.{name} cannot be differentiated by torch.func; call opzoo.{name}, which can"
+                    f"torch.ops.opzoo.{name} cannot be differentiated by torch.func; opzoo.{name} can, "
+                    "but not from inside torch.compile"
                 )
         elif _forward_ad_active():
             return Functional.apply(*args)
@@ -127,14 +135,19 @@ def differentiable(
 
     def call(*args: Any) -> Any:
         if _is_compiling():
+            if forward_ad._current_level >= 0:
+                raise RuntimeError(
+                    f"opzoo.{name}: forward-mode AD inside torch.compile would lose the tangent; compile less, "
+                    "or use reverse mode"
+                )
             return op(*args)
         if _functorch_active() or forward_ad._current_level >= 0:
             # A Function runs above the dispatcher's Autocast key: cast here, where it is differentiated.
             device = args[0].device.type
-            if autocast and torch.is_autocast_enabled(device):
+            if autocast and _autocast_enabled(device):
                 args = _autocast_casts[op](torch.get_autocast_dtype(device), *args)
             return Functional.apply(*args)
-        if autocast and torch.is_autocast_enabled(args[0].device.type):
+        if autocast and _autocast_enabled(args[0].device.type):
             return op(*args)
         if _is_grad_enabled() and wants_grad(args):
             return Eager.apply(*args)
@@ -169,13 +182,27 @@ def autocast_tensor(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return t.to(dtype)
 
 
-def pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
+def require_tensor(op: str, name: str, value: Any) -> None:
+    """TypeError unless ``value`` is a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"opzoo::{op}: {name} must be a tensor, got {type(value).__name__}")
+
+
+def require_number(op: str, name: str, value: Any, method: str = "__float__") -> None:
+    """TypeError unless ``value`` is a number; an integer with ``method="__index__"``."""
+    if not hasattr(value, method):
+        kind = "an int" if method == "__index__" else "a number"
+        raise TypeError(f"opzoo::{op}: {name} must be {kind}, got {value!r}")
+
+
+def pair(op: str, name: str, value: int | Sequence[int]) -> tuple[int, int]:
     """``3`` or ``(3, 5)`` to a pair of ints."""
-    if isinstance(value, (tuple, list)):
-        if len(value) != 2:
-            raise ValueError(f"{name} must be an int or a pair of ints, got {value!r}")
-        return value[0], value[1]
-    return value, value  # type: ignore[return-value]
+    both: Any = (value, value) if hasattr(value, "__index__") else value
+    if not isinstance(both, (tuple, list)) or not all(hasattr(v, "__index__") for v in both):
+        raise TypeError(f"opzoo::{op}: {name} must be an int or a pair of ints, got {value!r}")
+    if len(both) != 2:
+        raise ValueError(f"opzoo::{op}: {name} must be an int or a pair of ints, got {value!r}")
+    return both[0], both[1]
 
 
 def move_batch_first(t: Any, dim: int | None) -> Any:

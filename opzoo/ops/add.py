@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from opzoo._library import LIBRARY
-from opzoo.ops._common import differentiable, move_batch_first
+from opzoo.ops._common import differentiable, move_batch_first, require_number
 
 Number = int | float | bool
 
@@ -17,7 +18,7 @@ def add(a: Tensor | Number, b: Tensor | Number, *, alpha: Number = 1) -> Tensor:
     """Compute ``a + alpha * b`` element by element, as :func:`torch.add` does.
 
     Args:
-        a: ``Tensor[*]`` of any real dtype, or a number.
+        a: ``Tensor[*]`` of a float dtype, int8 to int64, uint8 or bool; or a number.
         b: ``Tensor[*]`` that broadcasts with ``a``, or a number. At least one of the two is a tensor.
         alpha: multiplier of ``b``; an integer when the result is one.
 
@@ -26,7 +27,9 @@ def add(a: Tensor | Number, b: Tensor | Number, *, alpha: Number = 1) -> Tensor:
         operand of the full shape (channels_last, say) passes its strides on.
 
     Raises:
-        RuntimeError: shapes do not broadcast, devices differ, or a dtype is complex.
+        TypeError: neither operand is a tensor, or one is neither tensor nor number.
+        RuntimeError: shapes do not broadcast, devices differ, or a dtype is not a float, int8 to int64,
+            uint8 or bool.
         ValueError: ``alpha`` is fractional for an integer result, or an integer beyond 2**53 that float64
             cannot hold.
 
@@ -38,14 +41,17 @@ def add(a: Tensor | Number, b: Tensor | Number, *, alpha: Number = 1) -> Tensor:
         tensor([[3., 3., 3.],
                 [3., 3., 3.]])
     """
-    if not isinstance(a, Tensor):
-        a = _number_like(a, b)
-    if not isinstance(b, Tensor):
-        b = _number_like(b, a)
+    if isinstance(alpha, Tensor):
+        raise TypeError("opzoo::add: alpha must be a number, got a tensor; multiply b by it instead")
+    require_number("add", "alpha", alpha)
     factor = float(alpha)
     if factor != alpha and alpha == alpha:
         raise ValueError(f"opzoo::add: alpha must be exact in float64, got {alpha}")
-    return _add(a, b, factor)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _add(a, b, factor)
+    if isinstance(a, Tensor):
+        return _with_number(a, b, lambda t, number: _add(t, number, factor))
+    return _with_number(b, a, lambda t, number: _add(number, t, factor))
 
 
 class Add(nn.Module):
@@ -67,16 +73,27 @@ class Add(nn.Module):
         return f"alpha={self.alpha}"
 
 
-def _number_like(value: Any, other: Any) -> Tensor:
-    """A number as a 0-d CPU tensor that promotes as torch lets a number promote."""
-    if not isinstance(other, Tensor):
-        raise TypeError(f"opzoo::add: a or b must be a tensor, got {type(value).__name__} and {type(other).__name__}")
-    if not isinstance(value, (int, float, bool)):
+def _with_number(t: Any, value: Any, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """``add(t, value)`` with ``value`` as a 0-d CPU tensor that promotes as torch lets a number promote.
+
+    The widest dtype of its kind loses to any tensor with axes and keeps the number as it is.
+    """
+    if not isinstance(t, Tensor):
+        raise TypeError(f"opzoo::add: a or b must be a tensor, got {type(t).__name__} and {type(value).__name__}")
+    if isinstance(value, (bool, torch.SymBool)):
+        dtype = torch.bool
+    elif isinstance(value, (int, torch.SymInt)):
+        dtype = torch.int64
+    elif isinstance(value, (float, torch.SymFloat)):
+        dtype = torch.float64
+    else:
         raise TypeError(f"opzoo::add: expected a tensor or a number, got {type(value).__name__}")
-    dtype = torch.result_type(other, value)
-    if other.dim() > 0 and dtype.is_floating_point and other.dtype == dtype:
-        dtype = torch.float64  # loses to any tensor with axes, and keeps the number's precision
-    return torch.scalar_tensor(value, dtype=dtype)
+    number = torch.scalar_tensor(value, dtype=dtype)
+    if dtype == torch.float64 and not t.dtype.is_floating_point:
+        number = number.to(torch.get_default_dtype())
+    if t.dim() == 0:
+        return add(t.reshape(1), number).reshape(())
+    return add(t, number)
 
 
 def _is_dense(t: Tensor) -> bool:
@@ -129,26 +146,33 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
 
 
 def _jvp(ctx: Any, tangent_a: Tensor | None, tangent_b: Tensor | None, _: None) -> Tensor:
-    shape = torch.broadcast_shapes(ctx.a_meta[0], ctx.b_meta[0])
-    dtype = torch.promote_types(ctx.a_meta[1], ctx.b_meta[1])
-    if tangent_a is None:
-        assert tangent_b is not None
-        return (tangent_b * ctx.alpha).to(dtype).expand(shape)
-    if tangent_b is None:
-        return tangent_a.to(dtype).expand(shape)
-    return add(tangent_a, tangent_b, alpha=ctx.alpha)
+    def tangent(given: Tensor | None, meta: tuple[torch.Size, torch.dtype, torch.device]) -> Tensor:
+        shape, dtype, device = meta
+        return torch.zeros(shape, dtype=dtype, device=device) if given is None else given
+
+    return add(tangent(tangent_a, ctx.a_meta), tangent(tangent_b, ctx.b_meta), alpha=ctx.alpha)
 
 
 def _vmap(info: Any, in_dims: Any, a: Tensor, b: Tensor, alpha: float) -> tuple[Tensor, int]:
-    rank = max(t.dim() - (dim is not None) for t, dim in ((a, in_dims[0]), (b, in_dims[1])))
+    # Promotion looks at the tensors as the caller sees them: without the batch axis, some are 0-d.
+    seen = [_without_axis(t, dim) for t, dim in ((a, in_dims[0]), (b, in_dims[1]))]
+    dtype = torch.result_type(*seen)
+    rank = max(t.dim() for t in seen)
 
     def align(t: Tensor, dim: int | None) -> Tensor:
-        t = move_batch_first(t, dim)
+        t = move_batch_first(t, dim).to(dtype)
         if dim is None:
             return t
         return t.reshape(t.shape[0], *(1,) * (rank - t.dim() + 1), *t.shape[1:])
 
     return add(align(a, in_dims[0]), align(b, in_dims[1]), alpha=alpha), 0
+
+
+def _without_axis(t: Tensor, dim: int | None) -> Tensor:
+    shape = list(t.shape)
+    if dim is not None:
+        del shape[dim]
+    return torch.empty(shape, dtype=t.dtype, device="meta")
 
 
 torch.library.register_fake("opzoo::add", _fake, lib=LIBRARY)

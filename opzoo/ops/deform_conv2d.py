@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._prims_common import alert_not_deterministic
 
 from opzoo._library import LIBRARY
-from opzoo.ops._common import autocast_tensor, differentiable, move_batch_first, pair, register_autocast
+from opzoo.ops._common import autocast_tensor, differentiable, move_batch_first, pair, register_autocast, require_tensor
 
 Pair = int | Sequence[int]
 
@@ -49,6 +49,7 @@ def deform_conv2d(
         ``OH = (H + 2*padding - dilation*(kh - 1) - 1) // stride + 1`` and OW alike.
 
     Raises:
+        TypeError: an argument is no tensor or no pair of ints.
         RuntimeError: a tensor has the wrong rank, shape, dtype or device, or the input has no
             channels or pixels.
         ValueError: a stride, padding or dilation is out of range, or the output would be empty.
@@ -71,9 +72,14 @@ def deform_conv2d(
         tensor([[[[9., 9.],
                   [9., 9.]]]])
     """
-    stride_h, stride_w = pair("stride", stride)
-    pad_h, pad_w = pair("padding", padding)
-    dilation_h, dilation_w = pair("dilation", dilation)
+    for name, t in (("input", input), ("offset", offset), ("weight", weight)):
+        require_tensor("deform_conv2d", name, t)
+    for name, optional in (("bias", bias), ("mask", mask)):
+        if optional is not None:
+            require_tensor("deform_conv2d", name, optional)
+    stride_h, stride_w = pair("deform_conv2d", "stride", stride)
+    pad_h, pad_w = pair("deform_conv2d", "padding", padding)
+    dilation_h, dilation_w = pair("deform_conv2d", "dilation", dilation)
     return _deform_conv2d(input, offset, weight, bias, mask, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w)
 
 
@@ -107,15 +113,26 @@ class DeformConv2d(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
+        kernel = pair("deform_conv2d", "kernel_size", kernel_size)
+        for name, value in (
+            ("in_channels", in_channels),
+            ("out_channels", out_channels),
+            ("groups", groups),
+            ("kernel_size", min(kernel)),
+        ):
+            if value < 1:
+                raise ValueError(f"opzoo::deform_conv2d: {name} must be at least 1, got {value}")
         for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
             if channels % groups != 0:
-                raise ValueError(f"{name} must be divisible by groups, got {channels} and {groups}")
+                raise ValueError(
+                    f"opzoo::deform_conv2d: {name} must be divisible by groups, got {channels} and {groups}"
+                )
         self.in_channels = in_channels
         self.out_channels = out_channels
-        self.kernel_size = pair("kernel_size", kernel_size)
-        self.stride = pair("stride", stride)
-        self.padding = pair("padding", padding)
-        self.dilation = pair("dilation", dilation)
+        self.kernel_size = kernel
+        self.stride = pair("deform_conv2d", "stride", stride)
+        self.padding = pair("deform_conv2d", "padding", padding)
+        self.dilation = pair("deform_conv2d", "dilation", dilation)
         self.groups = groups
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, *self.kernel_size))
         self.bias: nn.Parameter | None

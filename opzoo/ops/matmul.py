@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from opzoo._library import LIBRARY
 from opzoo.ops._common import autocast_tensor, differentiable, move_batch_first, register_autocast
+from opzoo.ops.add import add
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ def _jvp(ctx: Any, tangent_a: Tensor | None, tangent_b: Tensor | None) -> Tensor
         return _matmul(a, tangent_b)
     if tangent_b is None:
         return _matmul(tangent_a, b)
-    return _matmul(tangent_a, b) + _matmul(a, tangent_b)
+    return add(_matmul(tangent_a, b), _matmul(a, tangent_b))
 
 
 def _vmap(info: Any, in_dims: Any, a: Tensor, b: Tensor) -> tuple[Tensor, int]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opzoo._library import LIBRARY
+from opzoo.ops._common import require_number, require_tensor
 
 
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
@@ -25,6 +26,7 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
         ``Tensor[K]`` of int64: indices of the kept boxes, by score descending, then index ascending.
 
     Raises:
+        TypeError: an argument is no tensor or no number.
         RuntimeError: a tensor has the wrong rank, shape, dtype or device.
         ValueError: ``iou_threshold`` is outside [0, 1] or NaN.
 
@@ -42,6 +44,7 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
         >>> opzoo.nms(boxes, torch.tensor([0.8, 0.9, 0.7]), 0.5)
         tensor([1, 2])
     """
+    _require("nms", iou_threshold, boxes=boxes, scores=scores)
     return _nms(boxes, scores, iou_threshold)
 
 
@@ -62,6 +65,7 @@ def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: floa
         index ascending.
 
     Raises:
+        TypeError: an argument is no tensor or no number.
         RuntimeError: a tensor has the wrong rank, shape, dtype or device.
         ValueError: ``iou_threshold`` is outside [0, 1] or NaN.
 
@@ -75,7 +79,14 @@ def batched_nms(boxes: Tensor, scores: Tensor, idxs: Tensor, iou_threshold: floa
         >>> opzoo.batched_nms(boxes, torch.tensor([0.8, 0.9, 0.7]), torch.tensor([1, 1, 2]), 0.5)
         tensor([1, 2])
     """
+    _require("batched_nms", iou_threshold, boxes=boxes, scores=scores, idxs=idxs)
     return _batched_nms(boxes, scores, idxs, iou_threshold)
+
+
+def _require(op: str, iou_threshold: Any, **tensors: Any) -> None:
+    for name, t in tensors.items():
+        require_tensor(op, name, t)
+    require_number(op, "iou_threshold", iou_threshold)
 
 
 _REAL_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

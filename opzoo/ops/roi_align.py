@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opzoo._library import LIBRARY
-from opzoo.ops._common import differentiable, pair
+from opzoo.ops._common import differentiable, pair, require_number, require_tensor
 from opzoo.ops._roi_fold import Batched, Folded, axis_after, largest_exact_index
 
 MAX_SAMPLING_RATIO = 32767
@@ -47,6 +47,7 @@ def roi_align(
         boxes is pooled in its order, image by image.
 
     Raises:
+        TypeError: an argument is no tensor, no number, or no pair of ints.
         ValueError: an image index is no integer in ``[0, N)`` (on the CPU; on CUDA such a RoI gives
             zeros, and raises after ``opzoo.set_debug(True)``), ``boxes`` is a list of another length
             than N, or a number is out of its range.
@@ -70,7 +71,11 @@ def roi_align(
         tensor([[[[ 2.5000,  4.5000],
                   [10.5000, 12.5000]]]])
     """
-    height, width = pair("output_size", output_size)
+    require_tensor("roi_align", "input", input)
+    height, width = pair("roi_align", "output_size", output_size)
+    require_number("roi_align", "spatial_scale", spatial_scale)
+    require_number("roi_align", "sampling_ratio", sampling_ratio, "__index__")
+    aligned = bool(aligned)
     batch_index = None
     if not isinstance(boxes, Tensor):
         boxes, batch_index = _concatenate(input, boxes)

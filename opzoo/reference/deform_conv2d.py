@@ -11,9 +11,9 @@ def deform_conv2d(
     offset: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: tuple[int, int] = (1, 1),
-    padding: tuple[int, int] = (0, 0),
-    dilation: tuple[int, int] = (1, 1),
+    stride: int | tuple[int, int] = (1, 1),
+    padding: int | tuple[int, int] = (0, 0),
+    dilation: int | tuple[int, int] = (1, 1),
     mask: Tensor | None = None,
 ) -> Tensor:
     """Gather all samples, then one matrix product per weight group. Differentiable any number of times.
@@ -28,6 +28,7 @@ def deform_conv2d(
         dilation: (vertical, horizontal).
         mask: ``Tensor[N, D*kh*kw, OH, OW]``.
     """
+    stride, padding, dilation = ((v, v) if isinstance(v, int) else v for v in (stride, padding, dilation))
     N, C, H, W = input.shape
     K, per_group, kh, kw = weight.shape
     OH, OW = offset.shape[2:]

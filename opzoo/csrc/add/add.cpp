@@ -125,7 +125,7 @@ AddPlan plan_add(const Tensor& a, const Tensor& b, double alpha) {
     OPZOO_CHECK(is_floating(dtype) || is_integer(dtype) || dtype == ScalarType::Bool,
                 "add",
                 name,
-                " must have a real dtype, got ",
+                " must have a floating, int8 to int64, uint8 or bool dtype, got ",
                 dtype_name(dtype));
   }
 

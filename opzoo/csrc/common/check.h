@@ -57,6 +57,18 @@ inline const char* dtype_name(ScalarType dtype) {
       return "uint8";
     case ScalarType::Bool:
       return "bool";
+    case ScalarType::ComplexHalf:
+      return "complex32";
+    case ScalarType::ComplexFloat:
+      return "complex64";
+    case ScalarType::ComplexDouble:
+      return "complex128";
+    case ScalarType::UInt16:
+      return "uint16";
+    case ScalarType::UInt32:
+      return "uint32";
+    case ScalarType::UInt64:
+      return "uint64";
     default:
       return "an unsupported dtype";
   }

@@ -6,7 +6,7 @@
 #include "roi_align/roi_align_average_cpu.h"
 
 #include "common/dispatch.h"
-#include "roi_align/roi_align_bands_cpu.h"
+#include "roi_align/roi_align_bands_plan.h"
 
 namespace opzoo {
 namespace {

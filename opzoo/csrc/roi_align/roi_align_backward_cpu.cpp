@@ -5,7 +5,7 @@
 // nor the number of threads change a bit.
 #include "common/dispatch.h"
 #include "roi_align/roi_align_average_cpu.h"
-#include "roi_align/roi_align_bands_cpu.h"
+#include "roi_align/roi_align_bands_plan.h"
 
 namespace opzoo {
 namespace {
