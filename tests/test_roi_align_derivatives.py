@@ -120,3 +120,11 @@ def test_vmap_never_reads_the_next_image():
     boxes = torch.stack([box(0.0, 0.0, 3.0, 3.0, image=1.0), box(0.0, 0.0, 3.0, 3.0)])
     with pytest.raises(ValueError, match="must be an integer in"):
         vmap(lambda x, b: opzoo.roi_align(x, b, 2))(x, boxes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_transforms_by_boxes_raise(mode):
+    x, boxes = torch.randn(1, 2, 8, 8), box(0.0, 0.0, 5.0, 5.0)
+    for transform in (grad, jacrev):
+        with pytest.raises(NotImplementedError, match=r"opzoo\.roi_align is not differentiable in boxes"):
+            transform(lambda b: opzoo.roi_align(x, b, 2, pool_mode=mode).sum())(boxes)

@@ -326,6 +326,9 @@ def _keep(ctx: Any, tensors: Sequence[Tensor | None], own: Sequence[Any], adjoin
 
 
 def _transpose(ctx: Any, adjoint: Callable[..., Any], grad: Tensor | None, arguments: int) -> tuple[Any, ...]:
+    # Autograd leaves boxes.grad None, which says that there is none; torch.func would answer with zeros.
+    if any(ctx.needs_input_grad[1:]) and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError("opzoo.roi_align is not differentiable in boxes; detach them")
     if grad is not None:
         grad = adjoint(grad, *ctx.saved_tensors, *ctx.adjoint)
     return grad, *(None,) * (arguments - 1)
