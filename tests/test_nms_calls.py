@@ -124,7 +124,7 @@ ERRORS = {
     "boxes-complex": (
         (torch.ones(3, 4).cfloat(), *GOOD[1:]),
         RuntimeError,
-        r"boxes must have a float or integer dtype, got an unsupported dtype",
+        r"boxes must have a float or integer dtype, got complex",
     ),
     "scores-rank": ((GOOD[0], torch.rand(3, 1), *GOOD[2:]), RuntimeError, r"scores must have 1 axes, got 2"),
     "scores-size": (
