@@ -96,3 +96,39 @@ def test_offsets_past_2_to_the_31_without_the_memory(device):
     x = torch.zeros(1, 1, 1, 8, device=device).expand(3, 2, 2**31, 8)
     out = opzoo.roi_align(x, box(0.0, 2.0**30, 3.0, 2.0**30 + 3, image=2.0, device=device), 2)
     assert not out.any()
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels_last", [False, True], ids=["NCHW", "NHWC"])
+@pytest.mark.parametrize("shape", [(9, 256, 1000, 1000), (5, 1, 32768, 32768)], ids=str)
+def test_cuda_maps_above_2_to_31_elements(shape, channels_last):
+    last = shape[0] - 1
+    x = torch.zeros(shape, device="cuda", dtype=torch.float16)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    x[last] = 1
+    x.requires_grad_()
+    boxes = torch.tensor([[last, 10.0, 10, 90, 90], [0, 10, 10, 90, 90]], device="cuda")
+    for ratio in (2, 0):
+        out = opzoo.roi_align(x, boxes, 7, 1.0, ratio, True)
+        assert (out[0] == 1).all() and (out[1] == 0).all()
+        grad = torch.autograd.grad(out, x, torch.ones_like(out))[0]
+        for image in (0, last):
+            assert grad[image].double().sum().item() == pytest.approx(49 * shape[1], rel=0.02)
+        assert not grad[1].any()
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels_last", [False, True], ids=["NCHW", "NHWC"])
+def test_cuda_result_above_2_to_31_elements(channels_last):
+    x = torch.randn(1, 256, 64, 64, device="cuda", dtype=torch.float16)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    boxes = torch.tensor([[0, 0.0, 0, 40, 50]], device="cuda").repeat(172_000, 1)
+    boxes[-1] = torch.tensor([0, 5.0, 6, 30, 20])
+    out = opzoo.roi_align(x, boxes, 7, 1.0, 2, True)
+    assert out.numel() > 2**31
+    assert torch.equal(out[-1:], opzoo.roi_align(x, boxes[-1:], 7, 1.0, 2, True))
+    assert torch.equal(out[0], out[-2])
