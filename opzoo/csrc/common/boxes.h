@@ -2,6 +2,7 @@
 // Axis-aligned boxes (x1, y1, x2, y2) and their overlap, rounded the same way on every device.
 #pragma once
 
+#include "common/rounding.h"
 #include "common/types.h"
 
 namespace opzoo {
@@ -12,37 +13,6 @@ using box_acc_t = std::conditional_t<std::is_same_v<T, double> || std::is_same_v
                                          std::is_same_v<T, int32_t>,
                                      double,
                                      float>;
-
-// nvcc would contract a product and a following sum into one FMA, which rounds once where the CPU
-// rounds twice; these intrinsics are never contracted. The host is compiled without contraction.
-OPZOO_HOST_DEVICE float multiply_rounded(float a, float b) {
-#ifdef __CUDA_ARCH__
-  return __fmul_rn(a, b);
-#else
-  return a * b;
-#endif
-}
-OPZOO_HOST_DEVICE double multiply_rounded(double a, double b) {
-#ifdef __CUDA_ARCH__
-  return __dmul_rn(a, b);
-#else
-  return a * b;
-#endif
-}
-OPZOO_HOST_DEVICE float divide_rounded(float a, float b) {
-#ifdef __CUDA_ARCH__
-  return __fdiv_rn(a, b);
-#else
-  return a / b;
-#endif
-}
-OPZOO_HOST_DEVICE double divide_rounded(double a, double b) {
-#ifdef __CUDA_ARCH__
-  return __ddiv_rn(a, b);
-#else
-  return a / b;
-#endif
-}
 
 template <class acc>
 struct alignas(4 * sizeof(acc)) Box {

@@ -21,11 +21,9 @@
 #ifdef USE_CUDA
 #include <cuda_runtime_api.h>
 
-// Weak: in a CPU-only torch these do not exist, and _C must load there all the same. No CUDA kernel
-// of opzoo can be reached without a CUDA torch, so they are never called while null.
+// Weak: in a CPU-only torch this does not exist, and _C must load there all the same. No CUDA
+// kernel of opzoo can be reached without a CUDA torch, so it is never called while null.
 #pragma weak aoti_torch_get_current_cuda_stream
-#pragma weak torch_c10_cuda_check_msg
-#pragma weak torch_c10_cuda_free_error_msg
 #endif
 
 // One schema block per operator (<op>.cpp), one kernel block per device file.

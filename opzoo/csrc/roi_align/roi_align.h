@@ -35,6 +35,7 @@
 #include <cstdint>
 
 #include "common/bilinear.h"
+#include "common/rounding.h"
 #include "common/types.h"
 
 namespace opzoo {
@@ -63,21 +64,6 @@ struct RoIAlignParams {
   int64_t argmax_stride[4] = {};
 };
 
-// nvcc contracts a * b + c into one rounding, g++ is told not to. The grid is a ceil of such an
-// expression, so one bit would change the number of samples between the devices.
-template <class acc>
-OPZOO_HOST_DEVICE acc rounded_product(acc a, acc b) {
-#ifdef __CUDA_ARCH__
-  if constexpr (sizeof(acc) == 8) {
-    return __dmul_rn(a, b);
-  } else {
-    return __fmul_rn(a, b);
-  }
-#else
-  return a * b;
-#endif
-}
-
 struct SampleRange {
   int64_t begin, end;
 };
@@ -89,9 +75,9 @@ struct RoIAxis {
   int64_t grid = 0;  // samples per bin
 
   OPZOO_HOST_DEVICE acc coordinate(int64_t pooled, int64_t sample) const {
-    const acc bin_start = start + rounded_product(static_cast<acc>(pooled), bin);
+    const acc bin_start = start + multiply_rounded(static_cast<acc>(pooled), bin);
     return bin_start +
-           rounded_product(static_cast<acc>(sample) + acc(0.5), bin) / static_cast<acc>(grid);
+           multiply_rounded(static_cast<acc>(sample) + acc(0.5), bin) / static_cast<acc>(grid);
   }
 
   // The samples inside [-1, size], and possibly some outside.
@@ -153,8 +139,8 @@ OPZOO_HOST_DEVICE RoIAxis<acc> make_roi_axis(const RoIAlignParams& p,
   const acc scale = static_cast<acc>(p.spatial_scale);
   const acc offset = p.aligned ? acc(0.5) : acc(0);
   RoIAxis<acc> axis;
-  axis.start = rounded_product(low, scale) - offset;
-  acc size = (rounded_product(high, scale) - offset) - axis.start;
+  axis.start = multiply_rounded(low, scale) - offset;
+  acc size = (multiply_rounded(high, scale) - offset) - axis.start;
   if (!(size - size == acc(0))) return axis;  // NaN or infinite at either end
   if (!p.aligned && size < acc(1)) size = acc(1);
   axis.bin = size / static_cast<acc>(bins);
