@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from opzoo._library import LIBRARY
 from opzoo.ops._common import differentiable, pair, require_number, require_tensor
@@ -275,7 +276,8 @@ def _keep(ctx: Any, tensors: Sequence[Tensor | None], own: Sequence[Any], adjoin
     """Keep tensors (boxes and batch_index last) and the numbers behind: the operator's and its adjoint's."""
     ctx.own, ctx.adjoint = own, adjoint
     ctx.save_for_backward(*tensors)
-    ctx.save_for_forward(*tensors)
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        ctx.save_for_forward(*tensors)
     ctx.set_materialize_grads(False)
 
 

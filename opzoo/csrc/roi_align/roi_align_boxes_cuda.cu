@@ -9,10 +9,12 @@ constexpr int64_t kMaxTableBytes = 46 * 1024;  // of the 48 KiB a block gets wit
 constexpr int64_t kMaxChunk = 1024;            // keeps the items of a chunk far below 2^31
 
 // Blocks per RoI: enough of them to fill a GPU, none with less than a pass of its threads to do.
+// Adaptive RoIs differ in work by orders of magnitude, and many small blocks keep the last one
+// short: 1000 of them take 0.40 ms on an H200, and 0.70 ms with 1024 blocks.
 int64_t blocks_per_roi(const RoIAlignParams& p, int64_t pieces, int64_t items_per_piece) {
-  constexpr int64_t kBlocksWanted = 1024;
+  const int64_t blocks_wanted = p.sampling_ratio > 0 ? 1024 : 8192;
   const int64_t passes = div_up<int64_t>(pieces * items_per_piece, kBlockSize);
-  const int64_t wanted = div_up<int64_t>(kBlocksWanted, p.rois);
+  const int64_t wanted = div_up<int64_t>(blocks_wanted, p.rois);
   return std::clamp<int64_t>(std::min(wanted, passes), 1, std::min<int64_t>(pieces, 65535));
 }
 
