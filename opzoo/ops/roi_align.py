@@ -69,7 +69,8 @@ def roi_align(
     dtype of ``boxes``. Under autocast the result keeps ``input``'s dtype.
     Differentiable any number of times in ``input``, in both modes. With ``pool_mode="avg"`` once in
     ``boxes`` too, in reverse mode, the number of samples held constant; with ``"max"`` the backward of
-    boxes that require a gradient raises NotImplementedError. vmap-able. Deterministic, forward and backward, on every device.
+    boxes that require a gradient raises NotImplementedError. vmap-able.
+    Deterministic, forward and backward, on every device.
 
     Source: He et al., "Mask R-CNN", 2017; ``aligned=True`` as in Detectron2.
 
