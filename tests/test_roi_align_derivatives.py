@@ -57,22 +57,6 @@ def test_torch_func(device, mode):
     close(torch.tensordot(second, x, 4), expected, 1e-10)  # the loss is quadratic
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_tangent_of_boxes_is_refused(device, mode):
-    x, boxes = make_map(1, 1, 4, 4, device=device), box(0.0, 0.0, 3.0, 3.0, device=device)
-    with pytest.raises(NotImplementedError, match="not differentiable in boxes"):
-        jvp(lambda b: opzoo.roi_align(x, b, 2, pool_mode=mode), (boxes,), (boxes,))
-
-
-def test_boxes_get_no_gradient(device):
-    x = make_map(1, 1, 4, 4, device=device)
-    boxes = box(0.0, 0.0, 3.0, 3.0, device=device).requires_grad_()
-    assert not opzoo.roi_align(x, boxes, 2).requires_grad
-    x.requires_grad_()
-    opzoo.roi_align(x, boxes, 2).sum().backward()
-    assert boxes.grad is None and x.grad is not None
-
-
 VMAP_DIMS = [(0, None), (3, None), (None, 0), (None, 1), (0, 0), (1, 2)]
 
 
@@ -120,11 +104,3 @@ def test_vmap_never_reads_the_next_image():
     boxes = torch.stack([box(0.0, 0.0, 3.0, 3.0, image=1.0), box(0.0, 0.0, 3.0, 3.0)])
     with pytest.raises(ValueError, match="must be an integer in"):
         vmap(lambda x, b: opzoo.roi_align(x, b, 2))(x, boxes)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_transforms_by_boxes_raise(mode):
-    x, boxes = torch.randn(1, 2, 8, 8), box(0.0, 0.0, 5.0, 5.0)
-    for transform in (grad, jacrev):
-        with pytest.raises(NotImplementedError, match=r"opzoo\.roi_align is not differentiable in boxes"):
-            transform(lambda b: opzoo.roi_align(x, b, 2, pool_mode=mode).sum())(boxes)

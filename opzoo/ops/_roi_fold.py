@@ -16,13 +16,23 @@ Batched: TypeAlias = "tuple[Any, int | None]"  # a tensor and its vmapped axis
 
 
 class Folded:
-    """Arguments with the vmapped axis folded away; ``unfold`` brings it back in a result."""
+    """Arguments with the vmapped axis folded away; ``unfold`` brings it back in a result.
+
+    ``per_roi``: the axis joins the RoIs whatever is batched, because the result has no channels.
+    """
 
     def __init__(
-        self, size: int, images: Any, boxes: Batched, batch_index: Batched, pooled: Sequence[Batched], map: Batched
+        self,
+        size: int,
+        images: Any,
+        boxes: Batched,
+        batch_index: Batched,
+        pooled: Sequence[Batched],
+        map: Batched,
+        per_roi: bool = False,
     ) -> None:
         self.size = size
-        self.axis = 1 if boxes[1] is None and batch_index[1] is None else 0
+        self.axis = 0 if per_roi or boxes[1] is not None or batch_index[1] is not None else 1
         self.boxes, self.batch_index = boxes[0], batch_index[0]
         self.map, shared_map = map[0], map[0] is not None and map[1] is None
         if self.axis == 0:

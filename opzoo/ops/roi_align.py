@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from opzoo._library import LIBRARY
 from opzoo.ops._common import differentiable, pair, require_number, require_tensor
-from opzoo.ops._roi_fold import Batched, Folded, axis_after, largest_exact_index
-
-MAX_SAMPLING_RATIO = 32767
+from opzoo.ops._roi_checks import (
+    check_argmax,
+    check_boxes,
+    check_features,
+    check_numbers,
+    check_shape,
+    empty_map,
+    is_channels_last,
+)
+from opzoo.ops._roi_fold import Batched, Folded, axis_after
 
 
 def roi_align(
@@ -60,8 +67,10 @@ def roi_align(
 
     fp64, fp32, fp16 and bf16; coordinates, weights and sums are fp32 (fp64 for fp64), whatever the
     dtype of ``boxes``. Under autocast the result keeps ``input``'s dtype.
-    Differentiable any number of times in ``input``, in both modes; ``boxes`` gets no gradient.
-    vmap-able. Deterministic, forward and backward, on every device.
+    Differentiable any number of times in ``input``, in both modes. With ``pool_mode="avg"`` once in
+    ``boxes`` too, in reverse mode, the number of samples held constant; with ``"max"`` the backward of
+    boxes that require a gradient raises NotImplementedError. vmap-able.
+    Deterministic, forward and backward, on every device.
 
     Source: He et al., "Mask R-CNN", 2017; ``aligned=True`` as in Detectron2.
 
@@ -155,67 +164,6 @@ def _concatenate(input: Tensor, boxes: Sequence[Tensor]) -> tuple[Tensor, Tensor
 # Fake kernels. Their checks are those of roi_align.cpp, as far as a shape can tell.
 
 
-def _check_boxes(
-    op: str, name: str, features: Tensor, boxes: Tensor, batch_index: Tensor | None, batch: Any, empty_map: bool
-) -> None:
-    columns = 5 if batch_index is None else 4
-    torch._check(
-        boxes.dim() == 2 and boxes.shape[1] == columns,
-        lambda: f"opzoo::{op}: boxes must have shape [K, {columns}], got {list(boxes.shape)}",
-    )
-    torch._check(
-        not boxes.dtype.is_complex and boxes.dtype != torch.bool,
-        lambda: f"opzoo::{op}: boxes must have a floating or integer dtype, got {boxes.dtype}",
-    )
-    torch._check(
-        boxes.device == features.device and (batch_index is None or batch_index.device == features.device),
-        lambda: f"opzoo::{op}: boxes and batch_index must be on the device of {name}, {features.device}",
-    )
-    if empty_map:
-        torch._check(boxes.shape[0] == 0, lambda: f"opzoo::{op}: boxes must be empty for a map without pixels")
-    if batch_index is None:
-        largest = largest_exact_index(boxes.dtype, features.dtype)
-        torch._check(
-            batch - 1 <= largest,
-            lambda: f"opzoo::{op}: boxes of dtype {boxes.dtype} hold image indices exactly up to {largest}",
-        )
-        return
-    torch._check(
-        batch_index.dim() == 1 and batch_index.dtype == torch.int64,
-        lambda: f"opzoo::{op}: batch_index must be an int64 tensor of shape [K], got {batch_index.dtype}",
-    )
-    torch._check(
-        batch_index.shape[0] == boxes.shape[0],
-        lambda: f"opzoo::{op}: batch_index must have shape [{boxes.shape[0]}], got {list(batch_index.shape)}",
-    )
-
-
-def _check_features(op: str, name: str, t: Tensor) -> None:
-    torch._check(t.dim() == 4, lambda: f"opzoo::{op}: {name} must have 4 axes, got {t.dim()}")
-    torch._check(t.dtype.is_floating_point, lambda: f"opzoo::{op}: {name} must be floating, got {t.dtype}")
-
-
-def _check_numbers(op: str, height: Any, width: Any, spatial_scale: float, sampling_ratio: int) -> None:
-    torch._check_value(height > 0, lambda: f"opzoo::{op}: output_size must be positive, got ({height}, {width})")
-    torch._check_value(width > 0, lambda: f"opzoo::{op}: output_size must be positive, got ({height}, {width})")
-    torch._check_value(
-        math.isfinite(spatial_scale) and spatial_scale > 0,
-        lambda: f"opzoo::{op}: spatial_scale must be finite and positive, got {spatial_scale}",
-    )
-    torch._check_value(
-        sampling_ratio <= MAX_SAMPLING_RATIO,
-        lambda: f"opzoo::{op}: sampling_ratio must be at most {MAX_SAMPLING_RATIO}, got {sampling_ratio}",
-    )
-
-
-def _is_channels_last(t: Tensor) -> bool:
-    return t.dim() == 4 and not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
-
-
-def _empty_map(n: Any, h: Any, w: Any) -> bool:
-    return bool(n == 0 or h == 0 or w == 0)
-
-
 def _fake_output(
     op: str,
     input: Tensor,
@@ -226,11 +174,11 @@ def _fake_output(
     spatial_scale: float,
     sampling_ratio: int,
 ) -> Tensor:
-    _check_features(op, "input", input)
-    _check_numbers(op, height, width, spatial_scale, sampling_ratio)
+    check_features(op, "input", input)
+    check_numbers(op, height, width, spatial_scale, sampling_ratio)
     n, c, h, w = input.shape
-    _check_boxes(op, "input", input, boxes, batch_index, n, _empty_map(n, h, w))
-    layout = torch.channels_last if _is_channels_last(input) else torch.contiguous_format
+    check_boxes(op, "input", input, boxes, batch_index, n, empty_map(n, h, w))
+    layout = torch.channels_last if is_channels_last(input) else torch.contiguous_format
     return torch.empty((boxes.shape[0], c, height, width), dtype=input.dtype, device=input.device, memory_format=layout)
 
 
@@ -247,26 +195,13 @@ def _fake_maximum(
     return output, torch.empty_like(output, dtype=torch.int64)
 
 
-def _check_argmax(op: str, argmax: Tensor, shape: Sequence[Any]) -> None:
-    torch._check(argmax.dtype == torch.int64, lambda: f"opzoo::{op}: argmax must have dtype int64, got {argmax.dtype}")
-    _check_shape(op, "argmax", argmax, shape)
-
-
-def _check_shape(op: str, name: str, t: Tensor, shape: Sequence[Any]) -> None:
-    for axis, size in enumerate(shape):
-        torch._check(
-            t.shape[axis] == size,
-            lambda: f"opzoo::{op}: {name} must have shape {list(shape)}, got {list(t.shape)}",
-        )
-
-
 def _fake_sample(
     input: Tensor, argmax: Tensor, boxes: Tensor, batch_index: Tensor | None, scale: float, ratio: int, _: bool
 ) -> Tensor:
     op = "_roi_align_max_sample"
     torch._check(argmax.dim() == 4, lambda: f"opzoo::{op}: argmax must have 4 axes, got {argmax.dim()}")
     output = _fake_output(op, input, boxes, batch_index, argmax.shape[2], argmax.shape[3], scale, ratio)
-    _check_argmax(op, argmax, output.shape)
+    check_argmax(op, argmax, output.shape)
     return output
 
 
@@ -275,12 +210,12 @@ def _fake_grad_input(
 ) -> Tensor:
     n, c, h, w = sizes
     scale, ratio, _, channels_last = options
-    _check_features(op, "grad", grad)
-    _check_numbers(op, grad.shape[2], grad.shape[3], scale, ratio)
+    check_features(op, "grad", grad)
+    check_numbers(op, grad.shape[2], grad.shape[3], scale, ratio)
     for size in sizes:
         torch._check_value(size >= 0, lambda: f"opzoo::{op}: grad_input sizes must not be negative, got {list(sizes)}")
-    _check_boxes(op, "grad", grad, boxes, batch_index, n, _empty_map(n, h, w))
-    _check_shape(op, "grad", grad, (boxes.shape[0], c))
+    check_boxes(op, "grad", grad, boxes, batch_index, n, empty_map(n, h, w))
+    check_shape(op, "grad", grad, (boxes.shape[0], c))
     if not channels_last:
         return grad.new_empty((n, c, h, w))
     channels, columns = torch.sym_max(c, 1), torch.sym_max(w, 1)
@@ -308,61 +243,117 @@ def _fake_maximum_backward(
     op = "_roi_align_max_backward"
     grad_input = _fake_grad_input(op, grad, boxes, batch_index, (n, c, h, w), options)
     torch._check(argmax.dim() == 4, lambda: f"opzoo::{op}: argmax must have 4 axes, got {argmax.dim()}")
-    _check_argmax(op, argmax, grad.shape)
+    check_argmax(op, argmax, grad.shape)
     return grad_input
+
+
+def _fake_boxes_backward(
+    grad: Tensor, input: Tensor, boxes: Tensor, batch_index: Tensor | None, scale: float, ratio: int, _: bool
+) -> Tensor:
+    op = "_roi_align_boxes_backward"
+    check_features(op, "input", input)
+    check_features(op, "grad", grad)
+    torch._check(grad.dtype == input.dtype, lambda: f"opzoo::{op}: grad must have the dtype of input, {input.dtype}")
+    torch._check(
+        grad.device == input.device, lambda: f"opzoo::{op}: grad must be on the device of input, {input.device}"
+    )
+    check_numbers(op, grad.shape[2], grad.shape[3], scale, ratio)
+    n, c, h, w = input.shape
+    check_boxes(op, "input", input, boxes, batch_index, n, empty_map(n, h, w))
+    check_shape(op, "grad", grad, (boxes.shape[0], c))
+    return boxes.new_empty(boxes.shape, dtype=torch.float64 if input.dtype == torch.float64 else torch.float32)
 
 
 # Derivatives. For given boxes (and argmax) every operator but the maximum itself is linear in its
 # features, and each one's adjoint is another one: average <-> average_backward, and
 # sample <-> maximum_backward. The maximum is differentiated as the sample of its argmax.
+#
+# The two averages have a gradient to boxes as well, from the same operator: with g of the pooled shape
+# and m of the map's, both <g, average(m)> and <m, average_backward(g)> are the one sum that
+# boxes_backward(g, m) differentiates.
 
 
 def _keep(ctx: Any, tensors: Sequence[Tensor | None], own: Sequence[Any], adjoint: Sequence[Any]) -> None:
-    """Keep the tensors behind the features, and the numbers behind those: the operator's and its adjoint's."""
+    """Keep tensors (boxes and batch_index last) and the numbers behind: the operator's and its adjoint's."""
     ctx.own, ctx.adjoint = own, adjoint
     ctx.save_for_backward(*tensors)
-    ctx.save_for_forward(*tensors)
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        ctx.save_for_forward(*tensors)
     ctx.set_materialize_grads(False)
 
 
-def _transpose(ctx: Any, adjoint: Callable[..., Any], grad: Tensor | None, arguments: int) -> tuple[Any, ...]:
-    # Autograd leaves boxes.grad None, which says that there is none; torch.func would answer with zeros.
-    if any(ctx.needs_input_grad[1:]) and torch._C._are_functorch_transforms_active():
-        raise NotImplementedError("opzoo.roi_align is not differentiable in boxes; detach them")
-    if grad is not None:
-        grad = adjoint(grad, *ctx.saved_tensors, *ctx.adjoint)
-    return grad, *(None,) * (arguments - 1)
+def _transpose(
+    ctx: Any, adjoint: Callable[..., Any], to_boxes: Any, boxes: int, grad: Tensor | None, arguments: int
+) -> tuple[Any, ...]:
+    features, *tensors = ctx.saved_tensors
+    grads: list[Tensor | None] = [None] * arguments
+    if ctx.needs_input_grad[boxes] and to_boxes is None:
+        raise NotImplementedError("opzoo.roi_align with pool_mode='max' is not differentiable in boxes; detach them")
+    if grad is not None and ctx.needs_input_grad[0]:
+        grads[0] = adjoint(grad, *tensors, *ctx.adjoint)
+    if grad is not None and ctx.needs_input_grad[boxes]:
+        pooled, map, geometry = to_boxes(ctx, features, grad)
+        grads[boxes] = _boxes_backward(pooled, map, *tensors, *geometry)
+    return tuple(grads)
 
 
 def _push(ctx: Any, call: Callable[..., Any], tangent: Tensor | None, *others: Tensor | None) -> Tensor | None:
     if any(other is not None for other in others):
-        raise NotImplementedError("opzoo.roi_align is not differentiable in boxes; detach them")
-    return None if tangent is None else call(tangent, *ctx.saved_tensors, *ctx.own)
+        raise NotImplementedError("opzoo.roi_align has no forward-mode derivative in boxes; detach them")
+    return None if tangent is None else call(tangent, *ctx.saved_tensors[1:], *ctx.own)
 
 
 def _linear(
-    op: Any, tensors: int, adjoint: Callable[..., Any], adjoint_numbers: Callable[..., Any], vmap: Callable[..., Any]
+    op: Any,
+    tensors: int,
+    adjoint: Callable[..., Any],
+    adjoint_numbers: Callable[..., Any],
+    vmap: Callable[..., Any],
+    to_boxes: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """An operator of features, as many ``tensors`` and numbers. ``adjoint_numbers(args)`` are its adjoint's."""
+    """An operator of features, as many ``tensors`` and numbers. ``adjoint_numbers(args)`` are its adjoint's.
+
+    ``to_boxes(ctx, features, grad)`` gives what the gradient to boxes is made of, in this order: the tensor
+    of the pooled shape, the one of the map's, and the geometry. None where there is no such gradient.
+    """
     arguments = len(op._schema.arguments)
+    boxes = tensors - 1
 
     def save(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
-        _keep(ctx, args[1 : 1 + tensors], args[1 + tensors :], adjoint_numbers(args))
+        # The features are kept for the boxes alone.
+        features = args[0] if to_boxes is not None and ctx.needs_input_grad[boxes] else None
+        _keep(ctx, (features, *args[1 : 1 + tensors]), args[1 + tensors :], adjoint_numbers(args))
 
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-        return _transpose(ctx, adjoint, grad, arguments)
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        return _transpose(ctx, adjoint, to_boxes, boxes, grad, arguments)
 
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:
         return _push(ctx, call, *tangents)
 
-    call = differentiable(op, inputs=(0,), save=save, backward=backward, jvp=jvp, vmap=vmap)
+    call = differentiable(op, inputs=(0, boxes), save=save, backward=backward, jvp=jvp, vmap=vmap)
     return call
+
+
+def _average_to_boxes(ctx: Any, input: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Any]:
+    return grad, input, ctx.own[-3:]
+
+
+def _average_backward_to_boxes(ctx: Any, grad: Tensor, grad_of_map: Tensor) -> tuple[Tensor, Tensor, Any]:
+    return grad, grad_of_map, ctx.adjoint[-3:]
+
+
+def _boxes_save(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
+    pass  # nothing to differentiate with
+
+
+def _no_second_derivative(ctx: Any, grad: Tensor) -> Any:
+    raise NotImplementedError("opzoo.roi_align: the gradient to boxes cannot be differentiated again")
 
 
 def _map_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """What makes a gradient of the map args[0]: its sizes, the geometry, its layout."""
     # Under vmap an axis of the map is hidden, and torch does not answer for its layout.
-    channels_last = not torch._C._are_functorch_transforms_active() and _is_channels_last(args[0])
+    channels_last = not torch._C._are_functorch_transforms_active() and is_channels_last(args[0])
     return *args[0].shape, *args[-3:], channels_last
 
 
@@ -372,11 +363,11 @@ def _pooled_numbers(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _save_maximum(ctx: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.mark_non_differentiable(output[1])
-    _keep(ctx, (output[1], *args[1:3]), args[-3:], _map_numbers(args))
+    _keep(ctx, (None, output[1], *args[1:3]), args[-3:], _map_numbers(args))
 
 
 def _maximum_grad(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
-    return _transpose(ctx, _maximum_to_map, grad, 8)
+    return _transpose(ctx, _maximum_to_map, None, 1, grad, 8)
 
 
 def _maximum_jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Any, None]:
@@ -426,9 +417,21 @@ def _maximum_backward_vmap(
     return _grad_input_vmap(_maximum_backward, info.batch_size, pooled, (boxes, dims[2]), (index, dims[3]), n, c, rest)
 
 
+def _boxes_backward_vmap(
+    info: Any, dims: Any, grad: Tensor, input: Tensor, boxes: Tensor, index: Any, *rest: Any
+) -> tuple[Tensor, int]:
+    images = axis_after(input, dims[1], 0)
+    pooled = ((grad, dims[0]),)
+    f = Folded(info.batch_size, images, (boxes, dims[2]), (index, dims[3]), pooled, (input, dims[1]), per_roi=True)
+    grad_boxes = f.unfold(_boxes_backward(*f.pooled, f.map, f.boxes, f.batch_index, *rest))
+    # Folded moves the image index out of the boxes: its gradient, 0, has to come back.
+    return torch.nn.functional.pad(grad_boxes, (1, 0)) if index is None else grad_boxes, 0
+
+
 for _op, _fake in (
     ("roi_align", _fake_average),
     ("_roi_align_backward", _fake_average_backward),
+    ("_roi_align_boxes_backward", _fake_boxes_backward),
     ("_roi_align_max", _fake_maximum),
     ("_roi_align_max_backward", _fake_maximum_backward),
     ("_roi_align_max_sample", _fake_sample),
@@ -453,9 +456,21 @@ def _map_to_sample(*args: Any) -> Tensor:
 
 
 _ops = torch.ops.opzoo
-_average = _linear(_ops.roi_align.default, 2, _average_to_map, _map_numbers, _average_vmap)
+_average = _linear(_ops.roi_align.default, 2, _average_to_map, _map_numbers, _average_vmap, _average_to_boxes)
 _average_backward = _linear(
-    _ops._roi_align_backward.default, 2, _map_to_average, _pooled_numbers, _average_backward_vmap
+    _ops._roi_align_backward.default,
+    2,
+    _map_to_average,
+    _pooled_numbers,
+    _average_backward_vmap,
+    _average_backward_to_boxes,
+)
+_boxes_backward = differentiable(
+    _ops._roi_align_boxes_backward.default,
+    inputs=(0, 1, 2),
+    save=_boxes_save,
+    backward=_no_second_derivative,
+    vmap=_boxes_backward_vmap,
 )
 _sample = _linear(_ops._roi_align_max_sample.default, 3, _maximum_to_map, _map_numbers, _sample_vmap)
 _maximum_backward = _linear(
@@ -463,7 +478,7 @@ _maximum_backward = _linear(
 )
 _maximum = differentiable(
     _ops._roi_align_max.default,
-    inputs=(0,),
+    inputs=(0, 1),
     save=_save_maximum,
     backward=_maximum_grad,
     jvp=_maximum_jvp,

@@ -25,6 +25,9 @@ def roi_align(
         sampling_ratio: samples per bin and axis; zero or negative for ``ceil(bin)``.
         aligned: shift by half a pixel, and let RoIs be smaller than one pixel.
         pool_mode: ``"avg"`` or ``"max"``.
+
+    Autograd differentiates it in ``boxes`` as well, the number of samples held constant. At a kink that is
+    the derivative from the right: ``torch.clamp`` would leave it to the version of torch.
     """
     pooled_height, pooled_width = (output_size, output_size) if isinstance(output_size, int) else output_size
     if isinstance(boxes, Tensor):
@@ -61,7 +64,7 @@ def _sample_positions(
     if not size.isfinite():
         return low.new_zeros((bins, 0))
     if not aligned:
-        size = size.clamp(min=1)
+        size = torch.where(size < 1, 1, size)
     bin = size / bins
     grid = sampling_ratio if sampling_ratio > 0 else max(int(bin.ceil()), 0)
     p = torch.arange(bins, dtype=low.dtype, device=low.device)[:, None]
@@ -77,7 +80,8 @@ def _bilinear(image: Tensor, ys: Tensor, xs: Tensor) -> Tensor:
 
     def taps(position: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         inside = (position >= -1) & (position <= size)
-        clamped = torch.where(inside, position, 0).clamp(0, size - 1)
+        clamped = torch.where(inside & (position >= 0), position, 0)
+        clamped = torch.where(clamped > size - 1, size - 1, clamped)
         low = clamped.floor()
         return low.long(), (low.long() + 1).clamp(max=size - 1), clamped - low, inside
 

@@ -27,6 +27,18 @@ def listed(device, dtype):
     return make_input(device, dtype), boxes[:1], boxes[1:]
 
 
+def moving(device, dtype):
+    """Coordinates that get a gradient, in a dtype of their own, without a sample near a kink."""
+    boxes = make_boxes(device).to(torch.promote_types(dtype, torch.float32))
+    shift = torch.tensor([0.13, -0.21, 0.34, 0.27], device=device)
+    return make_input(device, dtype), boxes[:, :1].clone(), boxes[:, 1:] + shift
+
+
+def moving_list(device, dtype):
+    input, _, coordinates = moving(device, dtype)
+    return input.contiguous(memory_format=torch.channels_last), coordinates[:1], coordinates[1:]
+
+
 CASES = [
     Case(
         id="roi_align-adaptive",
@@ -72,6 +84,46 @@ CASES = [
         double_backward=True,
         dynamic={2: 0},
         vmap_dims=(0, 0, 0),
+    ),
+    Case(
+        id="roi_align-boxes",
+        op="roi_align",
+        tensors=moving,
+        call=lambda input, image, coordinates: opzoo.roi_align(
+            input, torch.cat([image, coordinates], 1), (2, 3), 0.7, -1, True
+        ),
+        raw=lambda input, image, coordinates: (
+            input,
+            torch.cat([image, coordinates], 1),
+            None,
+            2,
+            3,
+            0.7,
+            -1,
+            True,
+        ),
+        differentiable=(0, 2),
+        dynamic={1: 0, 2: 0},
+        vmap_dims=(None, None, 0),
+    ),
+    Case(
+        id="roi_align-boxes-list",
+        op="roi_align",
+        tensors=moving_list,
+        call=lambda input, first, second: opzoo.roi_align(input, [first, second], 3, 0.5, 2),
+        raw=lambda input, first, second: (
+            input,
+            torch.cat([first, second]),
+            torch.tensor([0, 1, 1], device=input.device),
+            3,
+            3,
+            0.5,
+            2,
+            False,
+        ),
+        differentiable=(0, 1, 2),
+        dynamic={2: 0},
+        vmap_dims=(0, 0, None),
     ),
     Case(
         id="roi_align-max",

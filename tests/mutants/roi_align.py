@@ -12,15 +12,21 @@ from torch import Tensor
 from mutants import Mutant
 
 
+def _clamp(t: Tensor, low: float, high: float, gradient_passes: bool) -> Tensor:
+    clamped = t.clamp(low, high)
+    return t + (clamped - t).detach() if gradient_passes else clamped
+
+
 def _sample(image: Tensor, y: Tensor, x: Tensor, defect: str) -> Tensor:
     """``image[C, H, W]`` at one point."""
     H, W = image.shape[1:]
     if not (-1 <= y <= H and -1 <= x <= W):
         return image.new_zeros(image.shape[0])
     if defect != "zero-border":
-        y, x = y.clamp(0, H - 1), x.clamp(0, W - 1)
+        passes = defect == "gradient-passes-the-edge"
+        y, x = _clamp(y, 0, H - 1, passes), _clamp(x, 0, W - 1, passes)
     total = image.new_zeros(image.shape[0])
-    top, left = math.floor(y), math.floor(x)
+    top, left = math.floor(y.detach()), math.floor(x.detach())
     for row, weight_y in ((top, 1 - (y - top)), (top + 1, y - top)):
         for column, weight_x in ((left, 1 - (x - left)), (left + 1, x - left)):
             if 0 <= row < H and 0 <= column < W:
@@ -42,8 +48,8 @@ def roi_align_with(
 ) -> Tensor:
     ph, pw = output_size
     outs = []
-    for row in boxes.detach():
-        image = input[0 if defect == "first-image" else int(row[0])]
+    for row in boxes:
+        image = input[0 if defect == "first-image" else int(row[0].detach())]
         x1, y1, x2, y2 = (row[1:] * (1 if defect == "scale" else spatial_scale)).unbind()
         if defect == "xy":
             x1, y1, x2, y2 = y1, x1, y2, x2
@@ -51,13 +57,14 @@ def roi_align_with(
         x1, y1, x2, y2 = x1 - shift, y1 - shift, x2 - shift, y2 - shift
         height, width = y2 - y1, x2 - x1
         if not aligned or defect == "min-size":
-            height, width = height.clamp(min=1), width.clamp(min=1)
+            passes = defect == "gradient-passes-the-minimum"
+            height, width = _clamp(height, 1, math.inf, passes), _clamp(width, 1, math.inf, passes)
         if defect == "inclusive":
             height, width = height + 1, width + 1
         bin_h, bin_w = height / ph, width / pw
         rounding = math.floor if defect == "floor-grid" else math.ceil
-        grid_h = sampling_ratio if sampling_ratio > 0 else max(rounding(bin_h), 1 if defect else 0)
-        grid_w = sampling_ratio if sampling_ratio > 0 else max(rounding(bin_w), 1 if defect else 0)
+        grid_h = sampling_ratio if sampling_ratio > 0 else max(rounding(bin_h.detach()), 1 if defect else 0)
+        grid_w = sampling_ratio if sampling_ratio > 0 else max(rounding(bin_w.detach()), 1 if defect else 0)
         at = 0.0 if defect == "corners" else 0.5
         bins = []
         for p in range(ph):
@@ -89,6 +96,31 @@ def backward_forgets_count(input: Tensor, boxes: Tensor, output_size: Any, *args
     return _LosesCount.apply(roi_align_with(input, boxes, output_size, *args, **kwargs), 4)
 
 
+class _Tampers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, boxes: Tensor, change: Any) -> Tensor:
+        ctx.change = change
+        return boxes.view_as(boxes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return ctx.change(grad), None
+
+
+def _box_gradient(change: Any) -> Any:
+    """The right values and gradient to the map, and ``change`` on the gradient to the boxes."""
+
+    def wrong(input: Tensor, boxes: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return roi_align_with(input, _Tampers.apply(boxes, change), *args, **kwargs)
+
+    return wrong
+
+
+def _follows_the_first_corner(grad: Tensor) -> Tensor:
+    """As if every sample kept its distance to (x1, y1)."""
+    return torch.cat([grad[:, :1], grad[:, 1:3] + grad[:, 3:], torch.zeros_like(grad[:, 3:])], 1)
+
+
 def _inputs(aligned: bool = True, sampling_ratio: int = 2) -> Any:
     """Two images; boxes inside, over each border, thin, and a small one."""
     boxes = [
@@ -114,6 +146,10 @@ def _mutant(id: str, wrong: Any, inputs: Any) -> Mutant:
     return Mutant(id, "roi_align", wrong, inputs, constant=(1,))
 
 
+def _box_mutant(id: str, wrong: Any, inputs: Any = _inputs) -> Mutant:
+    return Mutant(id, "roi_align", wrong, inputs)
+
+
 MUTANTS = [
     _mutant("roi-align-off-by-half-a-pixel", _with("half-pixel"), _inputs),
     _mutant("roi-align-legacy-off-by-half-a-pixel", _with("half-pixel"), _legacy),
@@ -129,9 +165,18 @@ MUTANTS = [
     _mutant("roi-align-nearest", _with("nearest"), _inputs),
     _mutant("roi-align-adaptive-floor", _with("floor-grid"), _adaptive),
     _mutant("roi-align-backward-forgets-count", backward_forgets_count, _inputs),
+    _box_mutant("roi-align-boxes-without-count", _box_gradient(lambda grad: 4 * grad)),
+    _box_mutant("roi-align-boxes-swaps-dx-and-dy", _box_gradient(lambda grad: grad[:, [0, 2, 1, 4, 3]])),
+    _box_mutant("roi-align-boxes-swaps-the-corners", _box_gradient(lambda grad: grad[:, [0, 3, 4, 1, 2]])),
+    _box_mutant("roi-align-boxes-ignores-scale", _box_gradient(lambda grad: grad / 0.75)),
+    _box_mutant("roi-align-boxes-wrong-sign", _box_gradient(torch.neg)),
+    _box_mutant("roi-align-boxes-first-corner-only", _box_gradient(_follows_the_first_corner)),
+    _box_mutant("roi-align-boxes-none", _box_gradient(torch.zeros_like)),
+    _box_mutant("roi-align-boxes-pass-the-edge", _with("gradient-passes-the-edge")),
+    _box_mutant("roi-align-boxes-pass-the-minimum", _with("gradient-passes-the-minimum"), _legacy),
 ]
 CORRECT = [
-    _mutant("roi-align", _with(""), _inputs),
-    _mutant("roi-align-legacy", _with(""), _legacy),
-    _mutant("roi-align-adaptive", _with(""), _adaptive),
+    _box_mutant("roi-align", _with("")),
+    _box_mutant("roi-align-legacy", _with(""), _legacy),
+    _box_mutant("roi-align-adaptive", _with(""), _adaptive),
 ]

@@ -43,7 +43,7 @@ struct ClampBorder {
     t.hi = t.lo + 1;
     t.weight_hi = clamped - static_cast<acc>(t.lo);
     t.weight_lo = acc(1) - t.weight_hi;
-    if (coordinate > acc(0)) {
+    if (coordinate >= acc(0)) {
       t.slope_lo = -1;
       t.slope_hi = 1;
     }

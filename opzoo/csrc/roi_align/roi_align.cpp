@@ -274,6 +274,26 @@ RoIAlignPlan plan_roi_align_backward(const char* op,
   return plan;
 }
 
+RoIAlignPlan plan_roi_align_boxes(const char* op,
+                                  const Tensor& grad,
+                                  const Tensor& input,
+                                  const Tensor& boxes,
+                                  const OptionalTensor& batch_index,
+                                  const RoIAlignOptions& options) {
+  RoIAlignPlan plan;
+  RoIAlignParams& p = plan.params;
+  bind_input(op, input, p);
+  check_rank(op, "grad", grad, 4);
+  check_same_dtype(op, "grad", grad, "input", input);
+  check_same_device(op, "grad", grad, "input", input);
+  bind_pooled(op, grad.size(2), grad.size(3), p);
+  bind_boxes(op, input, "input", boxes, batch_index, options, plan);
+  check_shape(op, "grad", grad, {p.rois, p.channels, p.pooled_height, p.pooled_width});
+  copy_strides(grad, p.pooled_stride);
+  plan.out = empty(sizes_of(boxes), plan.boxes.scalar_type(), input);
+  return plan;
+}
+
 }  // namespace opzoo
 
 OPZOO_SCHEMAS(m) {
@@ -284,6 +304,9 @@ OPZOO_SCHEMAS(m) {
       "_roi_align_backward(Tensor grad, Tensor boxes, Tensor? batch_index, SymInt batch, "
       "SymInt channels, SymInt height, SymInt width, float spatial_scale, int sampling_ratio, "
       "bool aligned, bool channels_last) -> Tensor");
+  m.def(
+      "_roi_align_boxes_backward(Tensor grad, Tensor input, Tensor boxes, Tensor? batch_index, "
+      "float spatial_scale, int sampling_ratio, bool aligned) -> Tensor");
   m.def(
       "_roi_align_max(Tensor input, Tensor boxes, Tensor? batch_index, SymInt pooled_height, "
       "SymInt pooled_width, float spatial_scale, int sampling_ratio, bool aligned) "

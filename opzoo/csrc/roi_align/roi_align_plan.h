@@ -15,7 +15,7 @@ struct RoIAlignOptions {
 
 struct RoIAlignPlan {
   Tensor boxes;   // keeps converted boxes alive
-  Tensor out;     // output or grad_input, allocated, not yet written
+  Tensor out;     // output, grad_input or grad_boxes, allocated, not yet written
   Tensor argmax;  // of the maximum forward, allocated, not yet written
   RoIAlignParams params;
 };
@@ -47,6 +47,14 @@ RoIAlignPlan plan_roi_align_backward(const char* op,
                                      const Sizes& sizes,
                                      const RoIAlignOptions& options,
                                      bool channels_last);
+
+// grad_boxes from grad and input, in the dtype that coordinates are computed in.
+RoIAlignPlan plan_roi_align_boxes(const char* op,
+                                  const Tensor& grad,
+                                  const Tensor& input,
+                                  const Tensor& boxes,
+                                  const OptionalTensor& batch_index,
+                                  const RoIAlignOptions& options);
 
 // ValueError for RoI k, whose image index is none of the batch. value is the index as text.
 [[noreturn]] void refuse_image_index(const char* op,
