@@ -44,10 +44,11 @@ OPZOO_HOST_DEVICE acc_t<T> add_number(const AddInput& input) {
 template <class T>
 OPZOO_HOST_DEVICE T add_value(acc_t<T> a, acc_t<T> b, acc_t<T> alpha) {
   if constexpr (std::is_integral_v<T>) {
-    // Unsigned, because signed overflow is undefined in C++ and wraps in torch.
-    const auto sum =
-        static_cast<uint64_t>(a) + static_cast<uint64_t>(alpha) * static_cast<uint64_t>(b);
-    return static_cast<T>(static_cast<int64_t>(sum));
+    // Unsigned, because signed overflow is undefined in C++ and wraps in torch; as wide as the
+    // result needs, because a vector holds twice as many 32-bit products. (bool asks whether any
+    // bit is set.)
+    using word = std::conditional_t<sizeof(T) <= 4 && !std::is_same_v<T, bool>, uint32_t, uint64_t>;
+    return static_cast<T>(static_cast<word>(a) + static_cast<word>(alpha) * static_cast<word>(b));
   } else {
     return static_cast<T>(a + alpha * b);
   }

@@ -5,12 +5,9 @@
 // so the result depends on neither. Defined in roi_align_lanes_cpu.cpp for all four types.
 #pragma once
 
-#include "common/types.h"
+#include "common/lanes_cpu.h"
 
 namespace opzoo {
-
-// Lanes of a line are processed in multiples of this.
-constexpr int64_t kLaneStep = 8;
 
 // Of row i of a banded matrix: terms [first[i], first[i + 1]), ascending in index.
 template <class acc>
