@@ -2,6 +2,7 @@
 #include "multi_scale_roi_align/multi_scale_roi_align_kernel.cuh"
 #include "multi_scale_roi_align/multi_scale_roi_align_plan.h"
 #include "roi_align/roi_align_cuda_plan.h"
+#include "roi_align/roi_align_forward_launch.cuh"
 
 namespace opzoo {
 namespace {
@@ -67,13 +68,16 @@ Tensor multi_scale_roi_align_cuda(const std::vector<Tensor>& inputs,
   const Tensor& output = plan.first.out;
   const cudaStream_t stream = current_stream(output);
   check_image_indices(kOp, plan.first, stream);
-  const int64_t items = pooled_items_of(plan.first.params);
-  if (items == 0) return output;
+  if (pooled_items_of(plan.first.params) == 0) return output;
   dispatch_floating(output.scalar_type(), kOp, [&]<class T>() {
-    dispatch_layout(output, [&]<bool kChannelsLast>() {
-      multi_scale_roi_align_average_kernel<T, kChannelsLast>
-          <<<grid_for(items), kBlockSize, 0, stream>>>(plan.pyramid, mutable_data<T>(output));
-    });
+    const bool channels_last = is_channels_last(output);
+    const int64_t bytes = average_workspace<T>(plan.pyramid, channels_last);
+    const Tensor workspace = empty({bytes}, ScalarType::Byte, output);
+    launch_average(plan.pyramid,
+                   mutable_data<T>(output),
+                   channels_last,
+                   mutable_data<void>(workspace),
+                   stream);
   });
   check_launch(kOp);
   return output;
