@@ -5,49 +5,38 @@
 namespace opzoo {
 namespace {
 
-// Whether every row of the operand starts on a 16-byte boundary and runs with stride 1.
-template <class T>
-bool has_vector_rows(const StridedLoop<3>& loop, AddOperand operand, const void* data) {
-  if (reinterpret_cast<uintptr_t>(data) % 16 != 0 || loop.stride[operand][0] != 1) return false;
-  for (int axis = 1; axis < loop.axes; ++axis) {
-    if (loop.stride[operand][axis] % kAddVector<T> != 0) return false;
-  }
-  return true;
+bool on_vector_boundary(const void* data) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0;
 }
 
 template <class T>
 AddAccess access_of(const StridedLoop<3>& loop, AddOperand operand, const void* data) {
   if (!data || loop.stride[operand][0] == 0) return AddAccess::kRepeated;
-  return has_vector_rows<T>(loop, operand, data) ? AddAccess::kVectors : AddAccess::kElements;
+  bool vectors = on_vector_boundary(data) && loop.stride[operand][0] == 1 &&
+                 (loop.axes == 1 || loop.size[0] % kAddVector<T> == 0);
+  for (int axis = 1; axis < loop.axes; ++axis) {
+    vectors = vectors && loop.stride[operand][axis] % kAddVector<T> == 0;
+  }
+  return vectors ? AddAccess::kVectors : AddAccess::kElements;
 }
 
 template <class T>
 void launch_add(const AddParams& p, cudaStream_t stream) {
-  const StridedLoop<3>& loop = p.loop;
-  const int64_t numel = loop.numel;
-  const AddAccess a = access_of<T>(loop, kAddA, p.a.data);
-  const AddAccess b = access_of<T>(loop, kAddB, p.b.data);
-  const bool vectors = a == AddAccess::kVectors && b == AddAccess::kVectors;
-  const bool vector_rows = has_vector_rows<T>(loop, kAddOut, p.out);
-  const unsigned vector_grid = grid_for(div_up<int64_t>(numel, kAddVector<T>));
-  if (vectors && vector_rows && loop.is_contiguous()) {
-    add_contiguous_kernel<T>
-        <<<vector_grid, kBlockSize, 0, stream>>>(static_cast<const T*>(p.a.data),
-                                                 static_cast<const T*>(p.b.data),
-                                                 static_cast<T*>(p.out),
-                                                 static_cast<acc_t<T>>(p.alpha),
-                                                 numel);
-  } else if (vector_rows && loop.size[0] % kAddVector<T> == 0) {
-    const AddRows rows{p, a, b, loop.size[0] / kAddVector<T>};
-    if (loop.fits_32_bits()) {
-      add_rows_kernel<T, int32_t><<<vector_grid, kBlockSize, 0, stream>>>(rows);
-    } else {
-      add_rows_kernel<T, int64_t><<<vector_grid, kBlockSize, 0, stream>>>(rows);
-    }
-  } else if (loop.fits_32_bits()) {
-    add_strided_kernel<T, int32_t><<<grid_for(numel), kBlockSize, 0, stream>>>(p);
+  const int64_t numel = p.loop.numel;
+  const AddAccesses access{access_of<T>(p.loop, kAddA, p.a.data),
+                           access_of<T>(p.loop, kAddB, p.b.data)};
+  const unsigned grid = grid_for(div_up<int64_t>(numel, kAddVector<T>));
+  if (p.loop.is_contiguous() && access.a == AddAccess::kVectors &&
+      access.b == AddAccess::kVectors) {
+    add_contiguous_kernel<T><<<grid, kBlockSize, 0, stream>>>(static_cast<const T*>(p.a.data),
+                                                              static_cast<const T*>(p.b.data),
+                                                              static_cast<T*>(p.out),
+                                                              static_cast<acc_t<T>>(p.alpha),
+                                                              numel);
+  } else if (p.loop.fits_32_bits()) {
+    add_strided_kernel<T, int32_t><<<grid, kBlockSize, 0, stream>>>(p, access);
   } else {
-    add_strided_kernel<T, int64_t><<<grid_for(numel), kBlockSize, 0, stream>>>(p);
+    add_strided_kernel<T, int64_t><<<grid, kBlockSize, 0, stream>>>(p, access);
   }
 }
 

@@ -42,20 +42,18 @@ __global__ void add_contiguous_kernel(const T* __restrict__ a,
   }
 }
 
-// How the rows kernel reads an operand along a row.
+// How an operand is read along the innermost axis of the loop.
 enum class AddAccess {
-  kVectors,   // neighbours, on 16-byte boundaries
+  kVectors,   // neighbours, every row a whole number of 16-byte vectors on their boundaries
   kRepeated,  // one value for the whole row
   kElements,  // any stride, any alignment
 };
 
-struct AddRows {
-  AddParams params;
+struct AddAccesses {
   AddAccess a, b;
-  int64_t row_vectors;  // 16-byte vectors of the result in a row
 };
 
-// The elements [column, column + vector) of one row of an operand.
+// Elements of one operand for one vector of the result, all in the row that starts at row.
 template <class T, class index_t>
 __device__ __forceinline__ void load_add_row(AddAccess access,
                                              const T* row,
@@ -79,70 +77,66 @@ __device__ __forceinline__ void load_add_row(AddAccess access,
   }
 }
 
-// A result whose rows (runs along the innermost axis) are whole 16-byte vectors, operands of any
-// strides: a thread owns one vector of the result and finds its place with one division per axis,
-// where a thread per element would need a division for each. Neighbouring threads own neighbours of
-// a row. A row-broadcast operand is one load for the vector; the branches on the access are the
-// same for the whole grid.
+// The sum of one element, found by dividing its number through the axes.
 template <class T, class index_t>
-__global__ void add_rows_kernel(AddRows rows) {
-  using acc = acc_t<T>;
-  constexpr int kVector = kAddVector<T>;
-  const AddParams& p = rows.params;
-  const auto row_vectors = static_cast<index_t>(rows.row_vectors);
-  const auto alpha = static_cast<acc>(p.alpha);
-  const int64_t vectors = p.loop.numel / kVector;
-  for (int64_t i = first_item(); i < vectors; i += item_step()) {
-    index_t row = static_cast<index_t>(i) / row_vectors;
-    const index_t column = (static_cast<index_t>(i) - row * row_vectors) * kVector;
-    index_t offset[3] = {};
-    for (int axis = 1; axis < p.loop.axes; ++axis) {
-      const auto size = static_cast<index_t>(p.loop.size[axis]);
-      const index_t next = row / size;
-      const index_t index = row - next * size;
-      row = next;
-      for (int operand = 0; operand < 3; ++operand) {
-        offset[operand] += index * static_cast<index_t>(p.loop.stride[operand][axis]);
-      }
-    }
-    const auto* a = static_cast<const T*>(p.a.data);
-    const auto* b = static_cast<const T*>(p.b.data);
-    acc left[kVector], right[kVector];
-    load_add_row<T>(rows.a,
-                    a ? a + offset[kAddA] : nullptr,
-                    column,
-                    static_cast<index_t>(p.loop.stride[kAddA][0]),
-                    add_number<T>(p.a),
-                    left);
-    load_add_row<T>(rows.b,
-                    b ? b + offset[kAddB] : nullptr,
-                    column,
-                    static_cast<index_t>(p.loop.stride[kAddB][0]),
-                    add_number<T>(p.b),
-                    right);
-    AddVector<T> sum;
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) sum.value[v] = add_value<T>(left[v], right[v], alpha);
-    *reinterpret_cast<AddVector<T>*>(static_cast<T*>(p.out) + offset[kAddOut] + column) = sum;
-  }
+__device__ __forceinline__ T add_element(const AddParams& p, index_t item) {
+  const auto* a = static_cast<const T*>(p.a.data);
+  const auto* b = static_cast<const T*>(p.b.data);
+  index_t offset[3];
+  offsets_of(p.loop, item, offset);
+  const acc_t<T> left = a ? static_cast<acc_t<T>>(a[offset[kAddA]]) : add_number<T>(p.a);
+  const acc_t<T> right = b ? static_cast<acc_t<T>>(b[offset[kAddB]]) : add_number<T>(p.b);
+  return add_value<T>(left, right, static_cast<acc_t<T>>(p.alpha));
 }
 
-// What is left: rows that are no whole vectors. One thread per element, which finds its place by
-// dividing the linear index through the merged axes, with neighbours along the output's fastest
-// axis. index_t is 32-bit where all offsets fit: 64-bit divisions cost more than the sum's memory
-// traffic. An operand without data is a number.
+// Operands of any strides (0 along a broadcast axis). The result is dense and the loop runs in its
+// memory order, so an element's number is its offset: a thread owns one 16-byte vector of the
+// result, neighbours own neighbours. A vector within one row of the innermost axis finds its place
+// with one division per axis, and reads a repeated value once; only a vector that crosses into the
+// next row divides for each element. The branches on the access are the same for the whole grid.
+// index_t is 32-bit where all offsets fit: 64-bit divisions would cost more than the memory
+// traffic.
 template <class T, class index_t>
-__global__ void add_strided_kernel(AddParams p) {
+__global__ void add_strided_kernel(AddParams p, AddAccesses access) {
+  using acc = acc_t<T>;
+  constexpr int kVector = kAddVector<T>;
   const auto* a = static_cast<const T*>(p.a.data);
   const auto* b = static_cast<const T*>(p.b.data);
   auto* out = static_cast<T*>(p.out);
-  const auto alpha = static_cast<acc_t<T>>(p.alpha);
-  for (int64_t i = first_item(); i < p.loop.numel; i += item_step()) {
-    index_t offset[3];
-    offsets_of(p.loop, static_cast<index_t>(i), offset);
-    const acc_t<T> left = a ? static_cast<acc_t<T>>(a[offset[kAddA]]) : add_number<T>(p.a);
-    const acc_t<T> right = b ? static_cast<acc_t<T>>(b[offset[kAddB]]) : add_number<T>(p.b);
-    out[offset[kAddOut]] = add_value<T>(left, right, alpha);
+  const auto alpha = static_cast<acc>(p.alpha);
+  const auto row_length = static_cast<index_t>(p.loop.size[0]);
+  const int64_t vectors = p.loop.numel / kVector;
+  for (int64_t i = first_item(); i < vectors; i += item_step()) {
+    const auto item = static_cast<index_t>(i * kVector);
+    const index_t column = item % row_length;
+    AddVector<T> sum;
+    if (column + kVector <= row_length) {
+      index_t row[3];
+      offsets_of(p.loop, static_cast<index_t>(item - column), row);
+      acc left[kVector], right[kVector];
+      load_add_row<T>(access.a,
+                      a ? a + row[kAddA] : nullptr,
+                      column,
+                      static_cast<index_t>(p.loop.stride[kAddA][0]),
+                      add_number<T>(p.a),
+                      left);
+      load_add_row<T>(access.b,
+                      b ? b + row[kAddB] : nullptr,
+                      column,
+                      static_cast<index_t>(p.loop.stride[kAddB][0]),
+                      add_number<T>(p.b),
+                      right);
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) sum.value[v] = add_value<T>(left[v], right[v], alpha);
+    } else {
+      for (int v = 0; v < kVector; ++v) {
+        sum.value[v] = add_element<T>(p, static_cast<index_t>(item + v));
+      }
+    }
+    reinterpret_cast<AddVector<T>*>(out)[i] = sum;
+  }
+  for (int64_t i = vectors * kVector + first_item(); i < p.loop.numel; i += item_step()) {
+    out[i] = add_element<T>(p, static_cast<index_t>(i));
   }
 }
 

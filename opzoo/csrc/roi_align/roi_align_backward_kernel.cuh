@@ -7,6 +7,7 @@
 #include "common/launch.cuh"
 #include "roi_align/roi_align_bands.h"
 #include "roi_align/roi_align_kernel.cuh"
+#include "roi_align/roi_align_pyramid.h"
 
 namespace opzoo {
 
@@ -23,15 +24,18 @@ struct RoIReach {
   PixelRange rows, columns;  // empty where the RoI reaches nothing
 };
 
-// One thread per RoI.
+// One thread per RoI. Those of other levels of the pyramid have no image here.
 template <class acc>
-__global__ void roi_align_reach_kernel(RoIAlignParams p, RoIReach<acc>* reach) {
+__global__ void roi_align_reach_kernel(const __grid_constant__ RoIAlignPyramid pyramid,
+                                       int level,
+                                       RoIReach<acc>* reach) {
+  const RoIAlignParams& p = pyramid.level[level];
   for (int64_t k = first_item(); k < p.rois; k += item_step()) {
     const RoI<acc> roi = read_roi<acc>(p, k);
     RoIReach<acc> r;
     r.y = roi.y;
     r.x = roi.x;
-    r.image = roi.image;
+    r.image = level_of<acc>(pyramid, k) == level ? roi.image : -1;
     r.rows = footprint(roi.y, p.pooled_height, p.height);
     r.columns = footprint(roi.x, p.pooled_width, p.width);
     reach[k] = r;
