@@ -2,45 +2,9 @@
 #include "multi_scale_roi_align/multi_scale_roi_align_kernel.cuh"
 #include "multi_scale_roi_align/multi_scale_roi_align_plan.h"
 #include "roi_align/roi_align_cuda_plan.h"
-#include "roi_align/roi_align_forward_launch.cuh"
 
 namespace opzoo {
 namespace {
-
-template <class T>
-void launch_level_backward(const RoIAlignPyramid& pyramid,
-                           int level,
-                           RoIReach<acc_t<T>>* reach,
-                           const T* grad,
-                           bool channels_last,
-                           cudaStream_t stream) {
-  using acc = acc_t<T>;
-  const RoIAlignParams& p = pyramid.level[level];
-  T* grad_input = static_cast<T*>(pyramid.map[level]);
-  multi_scale_roi_align_reach_kernel<acc>
-      <<<grid_for(p.rois), kBlockSize, 0, stream>>>(pyramid, level, reach);
-  const int64_t blocks_of_channels = div_up<int64_t>(p.channels, kTileChannels<acc>);
-  const bool tiled = p.pooled_height <= kMaxBackwardBins && p.pooled_width <= kMaxBackwardBins &&
-                     blocks_of_channels <= 65535;
-  if (!tiled) {
-    const int64_t items = p.batch * p.channels * p.height * p.width;
-    roi_align_gather_backward_kernel<T>
-        <<<grid_for(items), kBlockSize, 0, stream>>>(p, reach, grad, grad_input);
-    return;
-  }
-  const int64_t tiles =
-      p.batch * div_up<int64_t>(p.height, kTileRows) * div_up<int64_t>(p.width, kTileColumns);
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(tiles, 0x7fffffff)),
-                  static_cast<unsigned>(blocks_of_channels));
-  constexpr auto kBytes = sizeof(TileShared<acc>);
-  if (channels_last) {
-    roi_align_tile_backward_kernel<T, true>
-        <<<grid, 32 * kTileRows, kBytes, stream>>>(p, reach, grad, grad_input);
-  } else {
-    roi_align_tile_backward_kernel<T, false>
-        <<<grid, 32 * kTileRows, kBytes, stream>>>(p, reach, grad, grad_input);
-  }
-}
 
 Tensor multi_scale_roi_align_cuda(const std::vector<Tensor>& inputs,
                                   const Tensor& boxes,
@@ -76,7 +40,7 @@ Tensor multi_scale_roi_align_cuda(const std::vector<Tensor>& inputs,
     launch_average(plan.pyramid,
                    mutable_data<T>(output),
                    channels_last,
-                   mutable_data<void>(workspace),
+                   mutable_data<char>(workspace),
                    stream);
   });
   check_launch(kOp);
@@ -111,20 +75,12 @@ std::vector<Tensor> multi_scale_roi_align_backward_cuda(const Tensor& grad,
       kOp, grad, boxes, batch_index, batch, channels, heights, widths, options, channels_last);
   const cudaStream_t stream = current_stream(grad);
   check_image_indices(kOp, plan.first, stream);
-  const RoIAlignParams& p = plan.first.params;
   dispatch_floating(grad.scalar_type(), kOp, [&]<class T>() {
-    using Reach = RoIReach<acc_t<T>>;
-    const Tensor memory =
-        empty({p.rois * static_cast<int64_t>(sizeof(Reach))}, ScalarType::Byte, grad);
-    auto* reach = reinterpret_cast<Reach*>(mutable_data<char>(memory));
-    for (int level = 0; level < plan.pyramid.levels; ++level) {
-      const Tensor& grad_input = plan.grad_inputs[level];
-      if (grad_input.numel() == 0) continue;
-      const bool last = is_channels_last(grad_input);
-      launch_level_backward(plan.pyramid, level, reach, data<T>(grad), last, stream);
-      check_launch(kOp);
-    }
+    const int64_t bytes = average_backward_workspace(plan.pyramid, data<T>(grad));
+    const Tensor workspace = empty({bytes}, ScalarType::Byte, grad);
+    launch_average_backward(plan.pyramid, data<T>(grad), mutable_data<char>(workspace), stream);
   });
+  check_launch(kOp);
   return plan.grad_inputs;
 }
 
