@@ -148,6 +148,8 @@ def _concatenate(op: str, input: Tensor, boxes: Sequence[Tensor]) -> tuple[Tenso
         )
     if not boxes:
         return input.new_zeros((0, 4)), input.new_zeros((0,), dtype=torch.int64)
+    if len(boxes) == 1:
+        return boxes[0], boxes[0].new_zeros((boxes[0].shape[0],), dtype=torch.int64)
     index = [t.new_full((t.shape[0],), i, dtype=torch.int64) for i, t in enumerate(boxes)]
     return torch.cat(list(boxes)), torch.cat(index)
 
