@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,23 +36,24 @@ def _proposals(count: int, height: int, width: int, generator: torch.Generator) 
     return boxes
 
 
-def _torchvision(maps: Tensors, boxes: Tensors) -> Tensor:
+@functools.cache
+def _torchvision_pooler(levels: int) -> Any:
+    """One module for all calls, as in a detector: it infers its scales on the first."""
     from torchvision.ops import MultiScaleRoIAlign
 
-    names = [str(level) for level in range(len(maps))]
-    shape = (4 * maps[0].shape[2], 4 * maps[0].shape[3])
-    pooler = MultiScaleRoIAlign(names, POOLED, RATIO)
-    pooled: Tensor = pooler(dict(zip(names, maps, strict=True)), list(boxes), [shape] * len(boxes))
-    return pooled
+    return MultiScaleRoIAlign([str(level) for level in range(levels)], POOLED, RATIO)
 
 
 @dataclass(frozen=True)
 class _PoolerCase(Case):
-    """The peer is a module, built here as a detector builds it, once; its inference of scales is part of the call."""
+    """The peer is a module that takes a dict of maps and the sizes of the images."""
 
     def theirs(self, *tensors: Tensor) -> Tensor:
-        images = tensors[0].shape[0]
-        return _torchvision(tensors[:-images], tensors[-images:])
+        images, _, height, width = tensors[0].shape
+        maps, boxes = tensors[:-images], list(tensors[-images:])
+        names = {str(level): t for level, t in enumerate(maps)}
+        pooled: Tensor = _torchvision_pooler(len(maps))(names, boxes, [(4 * height, 4 * width)] * images)
+        return pooled
 
 
 def _case(
