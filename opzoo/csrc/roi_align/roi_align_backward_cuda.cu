@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "roi_align/roi_align_backward_kernel.cuh"
 #include "roi_align/roi_align_backward_launch.cuh"
 #include "roi_align/roi_align_cuda_plan.h"
+#include "roi_align/roi_align_maximum_backward_kernel.cuh"
 
 namespace opzoo {
 namespace {
@@ -27,6 +27,7 @@ Tensor roi_align_backward_cuda(const Tensor& grad,
   const cudaStream_t stream = current_stream(grad);
   check_image_indices(kOp, plan, stream);
   if (plan.out.numel() == 0) return plan.out;
+  check_average_backward(kOp, p);
   RoIAlignPyramid pyramid;
   pyramid.level[0] = p;
   dispatch_floating(grad.scalar_type(), kOp, [&]<class T>() {
@@ -61,14 +62,12 @@ Tensor roi_align_max_backward_cuda(const Tensor& grad,
   const cudaStream_t stream = current_stream(grad);
   check_image_indices(kOp, plan, stream);
   if (plan.out.numel() == 0) return plan.out;
-  RoIAlignPyramid pyramid;
-  pyramid.level[0] = p;
   dispatch_floating(grad.scalar_type(), kOp, [&]<class T>() {
     using acc = acc_t<T>;
     const int64_t bytes = p.rois * static_cast<int64_t>(sizeof(RoIReach<acc>));
     const Tensor workspace = empty({bytes}, ScalarType::Byte, grad);
     auto* reach = reinterpret_cast<RoIReach<acc>*>(mutable_data<char>(workspace));
-    roi_align_reach_kernel<acc><<<grid_for(p.rois), kBlockSize, 0, stream>>>(pyramid, 0, reach);
+    roi_align_reach_kernel<acc><<<grid_for(p.rois), kBlockSize, 0, stream>>>(p, reach);
     const int64_t tiles =
         p.batch * div_up<int64_t>(p.height, kMaximumTile) * div_up<int64_t>(p.width, kMaximumTile);
     const int64_t channels = div_up<int64_t>(p.channels, kMaximumChannels<acc>);
