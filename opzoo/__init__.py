@@ -17,6 +17,7 @@ from opzoo._version import __version__
 from opzoo.ops.add import Add, add
 from opzoo.ops.deform_conv2d import DeformConv2d, deform_conv2d
 from opzoo.ops.matmul import MatMul, matmul
+from opzoo.ops.multi_scale_roi_align import MultiScaleRoIAlign, multi_scale_roi_align
 from opzoo.ops.nms import batched_nms, nms
 from opzoo.ops.roi_align import RoIAlign, roi_align
 
@@ -24,6 +25,7 @@ __all__ = [
     "Add",
     "DeformConv2d",
     "MatMul",
+    "MultiScaleRoIAlign",
     "RoIAlign",
     "__version__",
     "add",
@@ -31,6 +33,7 @@ __all__ = [
     "build_info",
     "deform_conv2d",
     "matmul",
+    "multi_scale_roi_align",
     "nms",
     "reference",
     "roi_align",

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 sys.path.insert(0, str(Path(__file__).parent))
 from contract import record
@@ -104,14 +105,21 @@ def attempts(op: Any, args: tuple[Any, ...], device: str) -> Iterator[tuple[str,
         for what, replacement in pool:
             changed = [replacement if i == position else other for i, other in enumerate(args)]
             yield f"{op} with {argument.name} = {what}", is_tensor, changed
+        if str(argument.type) == "List[Tensor]":
+            for number, member in enumerate(value):
+                for what, replacement in hostile_tensors(member):
+                    members = [replacement if i == number else other for i, other in enumerate(value)]
+                    changed = [members if i == position else other for i, other in enumerate(args)]
+                    yield f"{op} with {argument.name}[{number}] = {what}", True, changed
 
 
 def call(op: Any, args: list[Any], guard: bool) -> None:
+    def protected(t: Tensor) -> Tensor:
+        return guarded(t) if guard and t.device.type == "cpu" else t
+
     try:
         with torch.no_grad():
-            result = op(
-                *[guarded(a) if guard and isinstance(a, Tensor) and a.device.type == "cpu" else a for a in args]
-            )
+            result = op(*tree_map_only(Tensor, protected, args))
         if not guard:
             torch.cuda.synchronize()
         del result

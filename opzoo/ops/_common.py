@@ -66,6 +66,7 @@ def differentiable(
         save: ``save(ctx, args, output)`` keeps what the derivative needs.
         backward: ``backward(ctx, *grads)`` returns one gradient (or None) per argument. It calls
             public or ``differentiable`` functions only, so that it can be differentiated again.
+            For a leading list of tensors it returns a list, and the other hooks take lists for it.
         jvp: ``jvp(ctx, *tangents)`` returns the output's tangent; None makes forward-mode AD raise. It
             computes with ``differentiable`` functions only: torch calls it with forward mode off, so a
             plain torch operator would lose the tangents of an outer level without a word.
@@ -73,6 +74,20 @@ def differentiable(
         autocast: whether the operator has an autocast rule.
     """
     name = _name(op)
+    # A Function sees tensors in no list: a leading Tensor[] is spread over its arguments.
+    listed = str(op._schema.arguments[0].type) == "List[Tensor]"
+    others = len(op._schema.arguments) - 1
+
+    def spread(args: Args) -> Args:
+        return (*args[0], *args[1:]) if listed else args
+
+    def gathered(values: Args) -> Args:
+        return (list(values[:-others]), *values[-others:]) if listed else values
+
+    def below_autograd(*args: Any) -> Any:
+        with _BelowAutograd():
+            output = op(*args)
+        return tuple(output) if isinstance(output, list) else output
 
     def refuse_jvp(ctx: Any, *tangents: Any) -> Any:
         raise NotImplementedError(f"opzoo.{name} has no forward-mode derivative (jvp); use reverse mode")
@@ -82,38 +97,46 @@ def differentiable(
 
     class Eager(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            with _BelowAutograd():
-                output = op(*args)
+        def forward(ctx: Any, *values: Any) -> Any:
+            args = gathered(values)
+            output = below_autograd(*args)
             save(ctx, args, output)
             return output
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            return backward(ctx, *grads)
+            return spread(backward(ctx, *grads))
 
     class Functional(torch.autograd.Function):
         @staticmethod
-        def forward(*args: Any) -> Any:
-            with _BelowAutograd():
-                return op(*args)
+        def forward(*values: Any) -> Any:
+            return below_autograd(*gathered(values))
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Args, output: Any) -> None:
-            save(ctx, inputs, output)
+            save(ctx, gathered(inputs), output)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            return backward(ctx, *grads)
+            return spread(backward(ctx, *grads))
 
-    Functional.jvp = staticmethod(jvp or refuse_jvp)  # type: ignore[method-assign]
-    Functional.vmap = staticmethod(vmap or refuse_vmap)  # type: ignore[method-assign]
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            return (jvp or refuse_jvp)(ctx, *gathered(tangents))
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, *values: Any) -> Any:
+            return (vmap or refuse_vmap)(info, gathered(in_dims), *gathered(values))
+
     Eager.__name__ = Functional.__name__ = Eager.__qualname__ = Functional.__qualname__ = name
 
     def wants_grad(args: Args) -> bool:
         for position in inputs:
             argument = args[position]
-            if argument is not None and argument.requires_grad:
+            if isinstance(argument, (list, tuple)):
+                if any(t.requires_grad for t in argument):
+                    return True
+            elif argument is not None and argument.requires_grad:
                 return True
         return False
 
@@ -125,9 +148,9 @@ def differentiable(
                     "but not from inside torch.compile"
                 )
         elif _forward_ad_active():
-            return Functional.apply(*args)
+            return Functional.apply(*spread(args))
         elif _is_grad_enabled() and wants_grad(args):
-            return Eager.apply(*args)
+            return Eager.apply(*spread(args))
         with _BelowAutograd():
             return op(*args)
 
@@ -143,14 +166,13 @@ def differentiable(
             return op(*args)
         if _functorch_active() or forward_ad._current_level >= 0:
             # A Function runs above the dispatcher's Autocast key: cast here, where it is differentiated.
-            device = args[0].device.type
-            if autocast and _autocast_enabled(device):
-                args = _autocast_casts[op](torch.get_autocast_dtype(device), *args)
-            return Functional.apply(*args)
+            if autocast and _autocast_enabled(args[0].device.type):
+                args = _autocast_casts[op](torch.get_autocast_dtype(args[0].device.type), *args)
+            return Functional.apply(*spread(args))
         if autocast and _autocast_enabled(args[0].device.type):
             return op(*args)
         if _is_grad_enabled() and wants_grad(args):
-            return Eager.apply(*args)
+            return Eager.apply(*spread(args))
         with _BelowAutograd():
             return op(*args)
 

@@ -87,7 +87,7 @@ def roi_align(
     aligned = bool(aligned)
     batch_index = None
     if not isinstance(boxes, Tensor):
-        boxes, batch_index = _concatenate(input, boxes)
+        boxes, batch_index = _concatenate("roi_align", input, boxes)
     if pool_mode == "avg":
         return _average(input, boxes, batch_index, height, width, spatial_scale, sampling_ratio, aligned)
     if pool_mode == "max":
@@ -138,25 +138,27 @@ class RoIAlign(nn.Module):
         return f"{type(self).__name__}({self.extra_repr()})"
 
 
-def _concatenate(input: Tensor, boxes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _concatenate(op: str, input: Tensor, boxes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """One ``Tensor[L, 4]`` per image to ``Tensor[K, 4]`` and an int64 image index ``Tensor[K]``."""
     if not isinstance(boxes, (list, tuple)):
-        raise TypeError(f"opzoo::roi_align: boxes must be a tensor or a list of tensors, got {type(boxes).__name__}")
+        raise TypeError(f"opzoo::{op}: boxes must be a tensor or a list of tensors, got {type(boxes).__name__}")
     for i, t in enumerate(boxes):
         if not isinstance(t, Tensor):
-            raise TypeError(f"opzoo::roi_align: boxes[{i}] must be a tensor, got {type(t).__name__}")
+            raise TypeError(f"opzoo::{op}: boxes[{i}] must be a tensor, got {type(t).__name__}")
         if t.dim() != 2 or t.shape[1] != 4:
-            raise RuntimeError(f"opzoo::roi_align: boxes[{i}] must have shape [L, 4], got {list(t.shape)}")
+            raise RuntimeError(f"opzoo::{op}: boxes[{i}] must have shape [L, 4], got {list(t.shape)}")
         if t.device != input.device:
             raise RuntimeError(
-                f"opzoo::roi_align: boxes[{i}] must be on the device of input, {input.device}, got {t.device}"
+                f"opzoo::{op}: boxes[{i}] must be on the device of input, {input.device}, got {t.device}"
             )
     if input.dim() == 4 and len(boxes) != input.shape[0]:
         raise ValueError(
-            f"opzoo::roi_align: boxes must hold one tensor per image of input, {input.shape[0]}, got {len(boxes)}"
+            f"opzoo::{op}: boxes must hold one tensor per image of input, {input.shape[0]}, got {len(boxes)}"
         )
     if not boxes:
         return input.new_zeros((0, 4)), input.new_zeros((0,), dtype=torch.int64)
+    if len(boxes) == 1:
+        return boxes[0], boxes[0].new_zeros((boxes[0].shape[0],), dtype=torch.int64)
     index = [t.new_full((t.shape[0],), i, dtype=torch.int64) for i, t in enumerate(boxes)]
     return torch.cat(list(boxes)), torch.cat(index)
 

@@ -24,13 +24,13 @@ def _rois(count: int, images: int, height: int, width: int, generator: torch.Gen
     return torch.cat([index.to(boxes.dtype), boxes], 1)
 
 
-def _touched_pixels(shape: torch.Size, rois: Tensor) -> int:
+def touched_pixels(shape: torch.Size, rois: Tensor, scale: float = SCALE) -> int:
     """Pixels of the map inside at least one RoI, over all images: what any implementation reads."""
     n, _, height, width = shape
     covered = torch.zeros(n, height + 1, width + 1, device=rois.device)
     image = rois[:, 0].long()
-    x1, y1 = ((rois[:, i] * SCALE).floor().long().clamp_(0) for i in (1, 2))
-    x2, y2 = ((rois[:, i] * SCALE).ceil().long().clamp_(max=limit) for i, limit in ((3, width), (4, height)))
+    x1, y1 = ((rois[:, i] * scale).floor().long().clamp_(0) for i in (1, 2))
+    x2, y2 = ((rois[:, i] * scale).ceil().long().clamp_(max=limit) for i, limit in ((3, width), (4, height)))
     one = torch.ones_like(rois[:, 0])
     for y, x, sign in ((y1, x1, 1), (y1, x2, -1), (y2, x1, -1), (y2, x2, 1)):
         covered.index_put_((image, y, x), sign * one, accumulate=True)
@@ -58,7 +58,7 @@ def _case(
 
     def work(tensors: Tensors, output: Tensor) -> dict[str, Work]:
         x, rois = tensors
-        touched = _touched_pixels(x.shape, rois) * x.shape[1] * x.element_size()
+        touched = touched_pixels(x.shape, rois) * x.shape[1] * x.element_size()
         # No flops: samples share arithmetic, so the formula's count is no lower bound.
         return {
             "fwd": Work(touched + nbytes(rois, output)),

@@ -31,19 +31,6 @@ void check_options(const char* op, const RoIAlignOptions& options) {
                     options.sampling_ratio);
 }
 
-// No axis negative, and the bytes of a fp64 or int64 tensor of these sizes fit int64.
-void check_sizes(const char* op, const char* name, const Sizes& sizes) {
-  int64_t bytes = 8;
-  for (const int64_t size : sizes) {
-    OPZOO_CHECK_VALUE(size >= 0, op, name, " sizes must not be negative, got ", to_string(sizes));
-    OPZOO_CHECK_VALUE(!__builtin_mul_overflow(bytes, size > 0 ? size : 1, &bytes),
-                      op,
-                      name,
-                      " is too large: ",
-                      to_string(sizes));
-  }
-}
-
 void check_boxes(const char* op,
                  const Tensor& features,
                  const char* features_name,
@@ -120,10 +107,6 @@ void copy_strides(const Tensor& t, int64_t (&strides)[4]) {
   for (int axis = 0; axis < 4; ++axis) strides[axis] = t.stride(axis);
 }
 
-Sizes strides_for(const Sizes& sizes, bool channels_last) {
-  return channels_last ? channels_last_strides(sizes) : contiguous_strides(sizes);
-}
-
 // What all plans share, once params holds the sizes. features is input or grad.
 void bind_boxes(const char* op,
                 const Tensor& features,
@@ -194,6 +177,22 @@ void allocate_output(const char* op, const Tensor& input, RoIAlignPlan& plan) {
 }
 
 }  // namespace
+
+void check_sizes(const char* op, const char* name, const Sizes& sizes) {
+  int64_t bytes = 8;
+  for (const int64_t size : sizes) {
+    OPZOO_CHECK_VALUE(size >= 0, op, name, " sizes must not be negative, got ", to_string(sizes));
+    OPZOO_CHECK_VALUE(!__builtin_mul_overflow(bytes, size > 0 ? size : 1, &bytes),
+                      op,
+                      name,
+                      " is too large: ",
+                      to_string(sizes));
+  }
+}
+
+Sizes strides_for(const Sizes& sizes, bool channels_last) {
+  return channels_last ? channels_last_strides(sizes) : contiguous_strides(sizes);
+}
 
 void refuse_image_index(const char* op,
                         const RoIAlignParams& p,

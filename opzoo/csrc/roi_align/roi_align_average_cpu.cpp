@@ -73,8 +73,14 @@ class AveragePool {
   AveragePool(const RoIAlignParams& p,
               const BandsOfRoIs<ForwardBands<acc_t<T>>>& bands,
               const T* input,
-              T* output)
-      : p_(p), all_bands_(bands), input_(input), output_(output), layout_(layout_of(p)) {}
+              T* output,
+              const int64_t* rows)
+      : p_(p),
+        all_bands_(bands),
+        input_(input),
+        output_(output),
+        rows_(rows),
+        layout_(layout_of(p)) {}
 
   static int64_t block_channels(const RoIAlignParams& p) {
     if (layout_of(p) != Layout::kAdjacentChannels) return kPlanes;
@@ -168,8 +174,8 @@ class AveragePool {
   // Whole rows of bins from row ph on. The output is contiguous or channels_last.
   void write_bins(int64_t k, int64_t ph, int64_t bins, int64_t first, int64_t count) {
     const int64_t step = p_.pooled_stride[kRoIChannel];
-    T* to =
-        output_ + k * p_.pooled_stride[kRoIBatch] + first * step + ph * p_.pooled_stride[kRoIRow];
+    T* to = output_ + (rows_ ? rows_[k] : k) * p_.pooled_stride[kRoIBatch] + first * step +
+            ph * p_.pooled_stride[kRoIRow];
     if (step == 1) {
       store_lines(bins_.data(), lanes_, bins, count, to, p_.pooled_stride[kRoIColumn]);
       return;
@@ -187,6 +193,7 @@ class AveragePool {
   const BandsOfRoIs<ForwardBands<acc>>& all_bands_;
   const T* input_;
   T* output_;
+  const int64_t* rows_;
   Layout layout_;
 
   ForwardBands<acc> scratch_;
@@ -199,7 +206,7 @@ class AveragePool {
 }  // namespace
 
 template <class T>
-void average_forward(const RoIAlignParams& p, const T* input, T* output) {
+void average_forward(const RoIAlignParams& p, const T* input, T* output, const int64_t* rows) {
   const int64_t block = AveragePool<T>::block_channels(p);
   const int64_t blocks = div_up(p.channels, block);
   const BandsOfRoIs<ForwardBands<acc_t<T>>> bands(p);
@@ -207,7 +214,7 @@ void average_forward(const RoIAlignParams& p, const T* input, T* output) {
   // channels: RoI after RoI, whose pixels lie in one piece.
   const bool by_block = layout_of(p) != Layout::kAdjacentChannels;
   parallel_for(0, p.rois * blocks, 1, [&](int64_t begin, int64_t end) {
-    AveragePool<T> pool(p, bands, input, output);
+    AveragePool<T> pool(p, bands, input, output, rows);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t k = by_block ? item % p.rois : item / blocks;
       const int64_t first = (by_block ? item / p.rois : item % blocks) * block;
@@ -216,9 +223,9 @@ void average_forward(const RoIAlignParams& p, const T* input, T* output) {
   });
 }
 
-template void average_forward(const RoIAlignParams&, const double*, double*);
-template void average_forward(const RoIAlignParams&, const float*, float*);
-template void average_forward(const RoIAlignParams&, const Half*, Half*);
-template void average_forward(const RoIAlignParams&, const BFloat16*, BFloat16*);
+template void average_forward(const RoIAlignParams&, const double*, double*, const int64_t*);
+template void average_forward(const RoIAlignParams&, const float*, float*, const int64_t*);
+template void average_forward(const RoIAlignParams&, const Half*, Half*, const int64_t*);
+template void average_forward(const RoIAlignParams&, const BFloat16*, BFloat16*, const int64_t*);
 
 }  // namespace opzoo

@@ -6,12 +6,19 @@
 
 namespace opzoo {
 
+// rows[k] is the row of output or grad that belongs to RoI k; null: k itself.
 template <class T>
-void average_forward(const RoIAlignParams& p, const T* input, T* output);
+void average_forward(const RoIAlignParams& p,
+                     const T* input,
+                     T* output,
+                     const int64_t* rows = nullptr);
 
 // Backward functions write all of grad_input.
 template <class T>
-void average_backward(const RoIAlignParams& p, const T* grad, T* grad_input);
+void average_backward(const RoIAlignParams& p,
+                      const T* grad,
+                      T* grad_input,
+                      const int64_t* rows = nullptr);
 template <class T>
 void maximum_backward(const RoIAlignParams& p, const T* grad, const int64_t* argmax, T* grad_input);
 

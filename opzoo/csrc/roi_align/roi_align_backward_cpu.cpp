@@ -140,8 +140,11 @@ class AverageAdder {
   using acc = acc_t<T>;
 
  public:
-  AverageAdder(const RoIAlignParams& p, const T* grad, const BandsOfRoIs<BackwardBands<acc>>& bands)
-      : p_(p), grad_(grad), all_bands_(bands) {}
+  AverageAdder(const RoIAlignParams& p,
+               const T* grad,
+               const BandsOfRoIs<BackwardBands<acc>>& bands,
+               const int64_t* rows)
+      : p_(p), grad_(grad), all_bands_(bands), rows_(rows) {}
 
   // Row of bins by row of bins: spread along x over the touched columns, then added to the map rows
   // of its band.
@@ -190,8 +193,8 @@ class AverageAdder {
     const auto& stride = p_.pooled_stride;
     const int64_t step = stride[kRoIChannel];
     const int64_t bins = rows * p_.pooled_width;
-    const T* from =
-        grad_ + k * stride[kRoIBatch] + tile.first_channel * step + ph * stride[kRoIRow];
+    const T* from = grad_ + (rows_ ? rows_[k] : k) * stride[kRoIBatch] + tile.first_channel * step +
+                    ph * stride[kRoIRow];
     if (stride[kRoIColumn] == 1 && stride[kRoIRow] == p_.pooled_width) {
       if constexpr (std::is_same_v<T, acc>) {
         transpose(from, step, tile.channels, bins, bins_.data(), kTileLanes);
@@ -219,6 +222,7 @@ class AverageAdder {
   const RoIAlignParams& p_;
   const T* grad_;
   const BandsOfRoIs<BackwardBands<acc>>& all_bands_;
+  const int64_t* rows_;
   BackwardBands<acc> scratch_;
   std::vector<int64_t> offsets_;  // of the touched columns in a row of the tile
   std::vector<acc> bins_;         // [bin][lane]
@@ -249,9 +253,9 @@ int64_t bin_offset(const int64_t (&stride)[4], int64_t k, int64_t c, int64_t ph,
 }  // namespace
 
 template <class T>
-void average_backward(const RoIAlignParams& p, const T* grad, T* grad_input) {
+void average_backward(const RoIAlignParams& p, const T* grad, T* grad_input, const int64_t* rows) {
   const BandsOfRoIs<BackwardBands<acc_t<T>>> bands(p);
-  sum_tiles(p, grad_input, [&] { return AverageAdder<T>(p, grad, bands); });
+  sum_tiles(p, grad_input, [&] { return AverageAdder<T>(p, grad, bands, rows); });
 }
 
 template <class T>
@@ -282,8 +286,8 @@ void maximum_backward(const RoIAlignParams& p,
   sum_tiles(p, grad_input, [&] { return add; });
 }
 
-#define OPZOO_INSTANTIATE(T)                                           \
-  template void average_backward(const RoIAlignParams&, const T*, T*); \
+#define OPZOO_INSTANTIATE(T)                                                           \
+  template void average_backward(const RoIAlignParams&, const T*, T*, const int64_t*); \
   template void maximum_backward(const RoIAlignParams&, const T*, const int64_t*, T*);
 OPZOO_INSTANTIATE(double)
 OPZOO_INSTANTIATE(float)

@@ -57,4 +57,33 @@ inline void check_image_indices(const char* op, const RoIAlignPlan& plan, cudaSt
   });
 }
 
+// The average backward counts the pixels of an axis and the bins of 32 RoIs in 32 bits. An expanded
+// grad has elements without memory behind them; its copy would have.
+inline void check_average_backward(const char* op, const RoIAlignParams& p) {
+  constexpr int64_t kMaxSide = int64_t{1} << 30;
+  constexpr double kMaxBins = 1 << 25;
+  constexpr double kMaxElements = 0x1p40;
+  OPZOO_CHECK(p.height <= kMaxSide && p.width <= kMaxSide,
+              op,
+              "grad_input must have at most 1073741824 rows and columns on CUDA, got [",
+              p.height,
+              ", ",
+              p.width,
+              "]");
+  const double bins = static_cast<double>(p.pooled_height) * static_cast<double>(p.pooled_width);
+  const double elements =
+      bins * static_cast<double>(p.rois) * static_cast<double>(std::max<int64_t>(p.channels, 1));
+  OPZOO_CHECK(bins <= kMaxBins && elements <= kMaxElements,
+              op,
+              "grad must have at most 2^25 bins and 2^40 elements on CUDA, got [",
+              p.rois,
+              ", ",
+              p.channels,
+              ", ",
+              p.pooled_height,
+              ", ",
+              p.pooled_width,
+              "]");
+}
+
 }  // namespace opzoo

@@ -6,6 +6,7 @@
 
 #include "common/launch.cuh"
 #include "roi_align/roi_align_bands.h"
+#include "roi_align/roi_align_kernel.cuh"
 
 namespace opzoo {
 
@@ -108,8 +109,7 @@ constexpr int kVectorOf = 16 / sizeof(T);  // elements of a 16-byte access
 // serves.
 template <class T>
 __global__ void __launch_bounds__(256)
-    roi_align_bands_channels_last_kernel(RoIAlignParams p,
-                                         const T* __restrict__ input,
+    roi_align_bands_channels_last_kernel(const __grid_constant__ RoIAlignPyramid pyramid,
                                          T* __restrict__ output,
                                          int row_capacity,
                                          int column_capacity,
@@ -119,13 +119,16 @@ __global__ void __launch_bounds__(256)
   extern __shared__ __align__(16) char shared[];
   __shared__ int counts[2 * kMaxBands];
   auto* entries = reinterpret_cast<BandEntry<acc>*>(shared);
+  const int64_t k = blockIdx.x;
+  const auto [level, roi] = read_roi<acc>(pyramid, k);
+  const RoIAlignParams& p = pyramid.level[level];
+  const T* map = static_cast<const T*>(pyramid.map[level]) +
+                 (roi.image < 0 ? 0 : roi.image * p.map_stride[kRoIBatch]);
   const int bins_h = static_cast<int>(p.pooled_height);
   const int bins_w = static_cast<int>(p.pooled_width);
   const Bands<acc> rows{entries, counts, row_capacity};
   const Bands<acc> columns{entries + bins_h * row_capacity, counts + kMaxBands, column_capacity};
 
-  const int64_t k = blockIdx.x;
-  const RoI<acc> roi = read_roi<acc>(p, k);
   const bool fits =
       fill_bands(p, roi, rows, columns, p.map_stride[kRoIRow], p.map_stride[kRoIColumn], 1);
 
@@ -133,7 +136,6 @@ __global__ void __launch_bounds__(256)
   const int vectors = min(slice, static_cast<int>(p.channels) / kVector - first);
   const int items = bins_h * bins_w * vectors;
   T* result = output + k * bins_h * bins_w * p.channels;
-  const T* map = input + (roi.image < 0 ? 0 : roi.image * p.map_stride[kRoIBatch]);
   for (int i = blockIdx.z * blockDim.x + threadIdx.x; i < items; i += gridDim.z * blockDim.x) {
     const int bin = i / vectors;
     const int channel = (first + i - bin * vectors) * kVector;
@@ -237,8 +239,7 @@ constexpr int kColumnPitch = kMaxColumns + 8;
 // along its columns. Results are staged so that they leave as one run.
 template <class T, int kGroup>
 __global__ void __launch_bounds__(256, sizeof(acc_t<T>) == 8 ? 2 : 3)
-    roi_align_bands_contiguous_kernel(RoIAlignParams p,
-                                      const T* __restrict__ input,
+    roi_align_bands_contiguous_kernel(const __grid_constant__ RoIAlignPyramid pyramid,
                                       T* __restrict__ output,
                                       int row_capacity,
                                       int column_capacity) {
@@ -253,6 +254,11 @@ __global__ void __launch_bounds__(256, sizeof(acc_t<T>) == 8 ? 2 : 3)
   const int warps = blockDim.x / 32;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
+  const int64_t k = blockIdx.x;
+  const auto [level, roi] = read_roi<acc>(pyramid, k);
+  const RoIAlignParams& p = pyramid.level[level];
+  const T* map = static_cast<const T*>(pyramid.map[level]) +
+                 (roi.image < 0 ? 0 : roi.image * p.map_stride[kRoIBatch]);
   const int bins_h = static_cast<int>(p.pooled_height);
   const int bins_w = static_cast<int>(p.pooled_width);
   const int bins = bins_h * bins_w;
@@ -264,15 +270,12 @@ __global__ void __launch_bounds__(256, sizeof(acc_t<T>) == 8 ? 2 : 3)
   T* staged =
       reinterpret_cast<T*>(sums + (warps - warp) * kGroup * kColumnPitch) + warp * kGroup * bins;
 
-  const int64_t k = blockIdx.x;
-  const RoI<acc> roi = read_roi<acc>(p, k);
   const ColumnSet set{words, before, column_offset, &column_first, &column_count};
   bool fits = fill_bands(p, roi, rows, columns, p.map_stride[kRoIRow], 1, kBandBatch);
   fits = fits && number_columns(columns, bins_w, static_cast<int>(p.map_stride[kRoIColumn]), set);
 
   const int own_channel = lane / bins_w;  // of the group, in the second step
   const int own_bin = lane - own_channel * bins_w;
-  const T* map = input + (roi.image < 0 ? 0 : roi.image * p.map_stride[kRoIBatch]);
   const int64_t channel_stride = p.map_stride[kRoIChannel];
   const int channels = static_cast<int>(p.channels);
   T* result = output + k * p.channels * bins;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/launch.cuh"
-#include "roi_align/roi_align.h"
+#include "roi_align/roi_align_pyramid.h"
 
 namespace opzoo {
 
@@ -44,19 +44,38 @@ __device__ __forceinline__ int64_t plane_at(const RoIAlignParams& p, int64_t ima
   return image * p.map_stride[kRoIBatch] + c * p.map_stride[kRoIChannel];
 }
 
+// A RoI and the level of the pyramid it is pooled from. Without one its image is -1 and the level
+// 0.
+template <class acc>
+struct LevelRoI {
+  int level;
+  RoI<acc> roi;
+};
+
+template <class acc>
+__device__ __forceinline__ LevelRoI<acc> read_roi(const RoIAlignPyramid& pyramid, int64_t k) {
+  const int level = level_of<acc>(pyramid, k);
+  LevelRoI<acc> result{level < 0 ? 0 : level, {}};
+  result.roi = read_roi<acc>(pyramid.level[result.level], k);
+  if (level < 0) result.roi.image = -1;
+  return result;
+}
+
 // One thread per output element, neighbours in a warp on neighbours in memory: along pw, or along
 // the channels of a channels_last output, whose loads are then coalesced as well. The output is
 // written once and never read; a RoI without an image writes zeros and reads nothing.
 template <class T, bool kChannelsLast>
-__global__ void roi_align_average_kernel(RoIAlignParams p, const T* input, T* output) {
+__global__ void roi_align_average_kernel(const __grid_constant__ RoIAlignPyramid pyramid,
+                                         T* output) {
   using acc = acc_t<T>;
-  const int64_t items = pooled_items(p);
+  const int64_t items = pooled_items(pyramid.level[0]);
   for (int64_t i = first_item(); i < items; i += item_step()) {
-    const PooledIndex at = pooled_index<kChannelsLast>(p, i);
-    const RoI<acc> roi = read_roi<acc>(p, at.k);
+    const PooledIndex at = pooled_index<kChannelsLast>(pyramid.level[0], i);
+    const auto [level, roi] = read_roi<acc>(pyramid, at.k);
     acc sum = 0;
     if (roi.image >= 0) {
-      const T* plane = input + plane_at(p, roi.image, at.c);
+      const RoIAlignParams& p = pyramid.level[level];
+      const T* plane = static_cast<const T*>(pyramid.map[level]) + plane_at(p, roi.image, at.c);
       const auto inside = [&](const PlaneTap<acc>& tap, int64_t) { sum += value_at(plane, tap); };
       visit_bin(p, roi, at.ph, at.pw, inside, [] {});
     }

@@ -56,6 +56,12 @@ RoIAlignPlan plan_roi_align_boxes(const char* op,
                                   const OptionalTensor& batch_index,
                                   const RoIAlignOptions& options);
 
+// ValueError unless no axis is negative and the bytes of a fp64 or int64 tensor of these sizes fit
+// int64.
+void check_sizes(const char* op, const char* name, const Sizes& sizes);
+
+Sizes strides_for(const Sizes& sizes, bool channels_last);
+
 // ValueError for RoI k, whose image index is none of the batch. value is the index as text.
 [[noreturn]] void refuse_image_index(const char* op,
                                      const RoIAlignParams& p,

@@ -16,14 +16,16 @@ struct RoIAlignPyramid {
   RoIAlignParams level[kMaxLevels];
   void* map[kMaxLevels] = {};  // input or grad_input of each level
 
-  // A square box of side canonical_size belongs to canonical_level, counted from the first level;
-  // twice the side is one level coarser.
+  // A square box of side canonical_size belongs to canonical_level, one of twice the side to the
+  // next. min_level is the first map's; levels beyond [min_level, max_level] are cut to it.
   double canonical_size = 224;
-  double canonical_level = 0;
+  double canonical_level = 4;
+  int64_t min_level = 0, max_level = 0;
 };
 
-// floor(canonical_level + log2(sqrt(area) / canonical_size) + 1e-6), cut to the levels there are. A
-// box without a finite area gets level 0.
+// The map of RoI k: floor(canonical_level + log2(sqrt(area) / canonical_size) + 1e-6), cut, counted
+// from the first map. -1 where there is none: an area that is NaN or negative, or a level past the
+// last map. Such a RoI has no samples. Level by level as torchvision rounds it, on every device.
 template <class acc>
 OPZOO_HOST_DEVICE int level_of(const RoIAlignPyramid& pyramid, int64_t k) {
   if (pyramid.levels == 1) return 0;
@@ -32,12 +34,15 @@ OPZOO_HOST_DEVICE int level_of(const RoIAlignPyramid& pyramid, int64_t k) {
   const int64_t step = p.boxes_stride[1];
   if (!p.batch_index) box += step;
   const acc area = multiply_rounded(box[2 * step] - box[0], box[3 * step] - box[step]);
-  const acc ratio = std::sqrt(area) / static_cast<acc>(pyramid.canonical_size);
-  const acc level = std::floor(static_cast<acc>(pyramid.canonical_level) + std::log2(ratio) +
-                               static_cast<acc>(1e-6));
-  if (!(level > acc(0))) return 0;
-  const int last = pyramid.levels - 1;
-  return level < static_cast<acc>(last) ? static_cast<int>(level) : last;
+  const acc ratio = divide_rounded(std::sqrt(area), static_cast<acc>(pyramid.canonical_size));
+  acc level = std::floor(static_cast<acc>(pyramid.canonical_level) + std::log2(ratio) +
+                         static_cast<acc>(1e-6));
+  const acc low = static_cast<acc>(pyramid.min_level);
+  const acc high = static_cast<acc>(pyramid.max_level);
+  if (level < low) level = low;
+  if (level > high) level = high;
+  level -= low;
+  return level >= acc(0) && level < static_cast<acc>(pyramid.levels) ? static_cast<int>(level) : -1;
 }
 
 }  // namespace opzoo
