@@ -17,7 +17,7 @@ from opzoo._version import __version__
 from opzoo.ops.add import Add, add
 from opzoo.ops.deform_conv2d import DeformConv2d, deform_conv2d
 from opzoo.ops.matmul import MatMul, matmul
-from opzoo.ops.nms import batched_nms, nms
+from opzoo.ops.nms import batched_nms, nms, nms_match, nms_padded
 from opzoo.ops.roi_align import RoIAlign, roi_align
 
 __all__ = [
@@ -32,6 +32,8 @@ __all__ = [
     "deform_conv2d",
     "matmul",
     "nms",
+    "nms_match",
+    "nms_padded",
     "reference",
     "roi_align",
     "set_debug",

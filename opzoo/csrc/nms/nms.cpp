@@ -162,7 +162,7 @@ OPZOO_SCHEMAS(m) {
       "batched_nms(Tensor boxes, Tensor scores, Tensor idxs, float iou_threshold, *, "
       "float? score_threshold=None, int? max_output=None) -> Tensor");
   m.def(
-      "nms_padded(Tensor boxes, Tensor scores, float iou_threshold, SymInt max_output, *, "
-      "Tensor? idxs=None, float? score_threshold=None) -> (Tensor indices, Tensor count)");
+      "nms_padded(Tensor boxes, Tensor scores, float iou_threshold, SymInt max_output, "
+      "Tensor? idxs=None, *, float? score_threshold=None) -> (Tensor indices, Tensor count)");
   m.def("_nms_leaders(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor");
 }
