@@ -17,8 +17,8 @@ namespace opzoo {
 namespace {
 
 constexpr int64_t kTiledFrom = 1024;   // below, sorting into tiles costs more than it saves
-constexpr int64_t kBlockRows = 256;    // rows and one tile stay in L1
-constexpr int64_t kSplitFrom = 16384;  // a segment this large is worth several threads
+constexpr int64_t kBlockRows = 512;    // rows and one tile stay in L1
+constexpr int64_t kSplitFrom = 65536;  // a segment this large is worth several threads
 constexpr int64_t kGroupGrain = 4;     // groups of tiles that are worth a thread
 
 // The boxes of an image that take part, best first.
