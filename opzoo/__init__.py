@@ -18,7 +18,7 @@ from opzoo.ops.add import Add, add
 from opzoo.ops.deform_conv2d import DeformConv2d, deform_conv2d
 from opzoo.ops.matmul import MatMul, matmul
 from opzoo.ops.multi_scale_roi_align import MultiScaleRoIAlign, multi_scale_roi_align
-from opzoo.ops.nms import batched_nms, nms
+from opzoo.ops.nms import batched_nms, nms, nms_match, nms_padded
 from opzoo.ops.roi_align import RoIAlign, roi_align
 
 __all__ = [
@@ -35,6 +35,8 @@ __all__ = [
     "matmul",
     "multi_scale_roi_align",
     "nms",
+    "nms_match",
+    "nms_padded",
     "reference",
     "roi_align",
     "set_debug",

@@ -4,7 +4,17 @@ from opzoo.reference.add import add
 from opzoo.reference.deform_conv2d import deform_conv2d
 from opzoo.reference.matmul import matmul
 from opzoo.reference.multi_scale_roi_align import multi_scale_roi_align
-from opzoo.reference.nms import batched_nms, nms
+from opzoo.reference.nms import batched_nms, nms, nms_match, nms_padded
 from opzoo.reference.roi_align import roi_align
 
-__all__ = ["add", "batched_nms", "deform_conv2d", "matmul", "multi_scale_roi_align", "nms", "roi_align"]
+__all__ = [
+    "add",
+    "batched_nms",
+    "deform_conv2d",
+    "matmul",
+    "multi_scale_roi_align",
+    "nms",
+    "nms_match",
+    "nms_padded",
+    "roi_align",
+]

@@ -1,4 +1,8 @@
-"""nms and batched_nms: timed until the number of kept boxes is known on the host."""
+"""nms and batched_nms, timed until the number of kept boxes is known on the host; nms_padded, captured on CUDA.
+
+torchvision's CUDA kernel indexes its bit mask with 32 bits and breaks from 370,728 boxes on, and its CPU loop
+would take minutes there: a million boxes are timed without it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from opzoo.bench.case import Case, Tensors, Work, nbytes
+from opzoo.bench.case import Case, Tensors, Work, nbytes, operator
 from opzoo.bench.data import detector_boxes, seeded
 
 THRESHOLD = 0.5
@@ -15,7 +19,10 @@ CLASSES = 80
 # An IoU this close to the threshold may fall on either side: it is rounded in float32.
 MARGIN = 1e-5
 PAIRS_PER_CHUNK = 1 << 24
+PAIRS_CHECKED = 1 << 28  # above, evenly spaced boxes are checked against all kept ones
 REFERENCE_BOXES = 500
+PEER_BOXES = 100_000
+IMAGES, IMAGE_BOXES, IMAGE_OUTPUT = 8, 1000, 100
 
 
 def _call(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -44,7 +51,9 @@ def wrong_boxes(keep: Tensor, boxes: Tensor, scores: Tensor, classes: Tensor | N
     # Higher score first; an equal one by its smaller index.
     rank = torch.empty_like(scores, dtype=torch.long)
     rank[scores.argsort(descending=True, stable=True)] = torch.arange(boxes.shape[0], device=boxes.device)
-    for part in torch.arange(boxes.shape[0], device=boxes.device).split(max(1, PAIRS_PER_CHUNK // max(1, len(keep)))):
+    step = 1 + boxes.shape[0] * len(keep) // PAIRS_CHECKED
+    checked = torch.arange(0, boxes.shape[0], step, device=boxes.device)
+    for part in checked.split(max(1, PAIRS_PER_CHUNK // max(1, len(keep)))):
         iou = _iou(boxes[part], boxes[keep])
         earlier = rank[keep][None, :] < rank[part][:, None]
         if classes is not None:
@@ -83,19 +92,69 @@ def _case(op: str, count: int) -> Case:
         tensors=tensors,
         call=_call,
         work=lambda tensors, output: {"fwd": Work(nbytes(*tensors, output))},
-        peer="torchvision.ops",
+        peer="torchvision.ops" if count <= PEER_BOXES else "",
         gate=_gate,
     )
 
 
+class _Replayed:
+    """Calls ``nms_padded``; on CUDA, captures the call on these tensors once and replays it from then on."""
+
+    def __init__(self, max_output: int) -> None:
+        self._max_output = max_output
+        self._captured: Tensors = ()
+
+    def __call__(self, function: Callable[..., tuple[Tensor, Tensor]], boxes: Tensor, scores: Tensor) -> Tensor:
+        if not boxes.is_cuda:
+            return function(boxes, scores, THRESHOLD, self._max_output)[0]
+        if not self._captured or self._captured[0] is not boxes or self._captured[1] is not scores:
+            function(boxes, scores, THRESHOLD, self._max_output)
+            torch.cuda.synchronize()
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                indices, _ = function(boxes, scores, THRESHOLD, self._max_output)
+            self._captured = boxes, scores, indices
+        self._graph.replay()
+        return self._captured[2]
+
+
+def _padded_gate(case: Case, tensors: Tensors) -> float:
+    """The reference on every image."""
+    result = case.ours(*tensors)
+    expected = torch.full_like(result, -1)
+    for row, boxes, scores in zip(expected, *tensors, strict=True):
+        kept = operator("opzoo.reference", "nms")(boxes, scores, THRESHOLD, max_output=len(row))
+        row[: len(kept)] = kept
+    return float((result != expected).sum())
+
+
+def _padded_case(images: int, count: int, max_output: int) -> Case:
+    def tensors(device: torch.device) -> Tensors:
+        generator = seeded(device)
+        boxes = torch.stack([detector_boxes(count, generator) for _ in range(images)])
+        return boxes, torch.rand(images, count, generator=generator, device=device)
+
+    return Case(
+        op="nms_padded",
+        id=f"{images}xN{count} top{max_output}",
+        dtype=torch.float32,
+        tensors=tensors,
+        call=_Replayed(max_output),
+        work=lambda tensors, output: {"fwd": Work(nbytes(*tensors, output))},
+        peer="",
+        gate=_padded_gate,
+    )
+
+
 def cases(device_type: str) -> list[Case]:
-    counts = (1000, 5000, 20000, 100000) if device_type == "cuda" else (1000, 5000, 20000)
-    return [_case(op, count) for op in ("nms", "batched_nms") for count in counts]
+    counts = (1000, 5000, 20_000, 100_000, 1_000_000)
+    plain = [_case(op, count) for op in ("nms", "batched_nms") for count in counts]
+    return [*plain, _padded_case(IMAGES, IMAGE_BOXES, IMAGE_OUTPUT)]
 
 
 def quick() -> list[Case]:
-    return [_case("nms", 200), _case("batched_nms", 200)]
+    return [_case("nms", 200), _case("batched_nms", 200), _padded_case(2, 100, 20)]
 
 
 def tiny() -> list[Case]:
-    return [_case("nms", 2), _case("batched_nms", 2)]
+    return [_case("nms", 2), _case("batched_nms", 2), _padded_case(1, 2, 2)]
