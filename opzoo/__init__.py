@@ -19,6 +19,7 @@ from opzoo.ops.deform_conv2d import DeformConv2d, deform_conv2d
 from opzoo.ops.matmul import MatMul, matmul
 from opzoo.ops.nms import batched_nms, nms
 from opzoo.ops.roi_align import RoIAlign, roi_align
+from opzoo.ops.soft_nms import batched_soft_nms, soft_nms
 
 __all__ = [
     "Add",
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "add",
     "batched_nms",
+    "batched_soft_nms",
     "build_info",
     "deform_conv2d",
     "matmul",
@@ -35,4 +37,5 @@ __all__ = [
     "reference",
     "roi_align",
     "set_debug",
+    "soft_nms",
 ]

@@ -5,5 +5,15 @@ from opzoo.reference.deform_conv2d import deform_conv2d
 from opzoo.reference.matmul import matmul
 from opzoo.reference.nms import batched_nms, nms
 from opzoo.reference.roi_align import roi_align
+from opzoo.reference.soft_nms import batched_soft_nms, soft_nms
 
-__all__ = ["add", "batched_nms", "deform_conv2d", "matmul", "nms", "roi_align"]
+__all__ = [
+    "add",
+    "batched_nms",
+    "batched_soft_nms",
+    "deform_conv2d",
+    "matmul",
+    "nms",
+    "roi_align",
+    "soft_nms",
+]
