@@ -166,7 +166,7 @@ def test_every_small_size(device):
         assert_result(opzoo.batched_soft_nms(boxes, scores, idxs), per_class(boxes, scores, idxs), "linear")
 
 
-@pytest.mark.parametrize("n", [511, 513, 1023, 1025, 2049, 4097, 9000])
+@pytest.mark.parametrize("n", [255, 257, 511, 513, 1023, 1025, 2049, 4097, 9000])
 def test_sizes_around_internal_limits(device, n):
     boxes, scores = detector_boxes(n, 800, 1333), torch.rand(n)
     expected = opzoo.reference.soft_nms(boxes, scores, 0.3, 0.5, 0.2)
@@ -198,8 +198,12 @@ def test_many_ties(device, layout):
 def test_devices_agree_to_the_bit(dtype, method):
     for n in (50, 500, 3000, 12000):
         boxes, scores = detector_boxes(n, 800, 1333).to(dtype), torch.rand(n, dtype=dtype)
-        idxs = torch.randint(20, (n,)) * torch.randint(2, (n,))
-        for function, arguments in ((opzoo.soft_nms, (boxes, scores)), (opzoo.batched_soft_nms, (boxes, scores, idxs))):
+        one_large, three_large = torch.randint(20, (n,)) * torch.randint(2, (n,)), torch.randint(3, (n,))
+        for function, arguments in (
+            (opzoo.soft_nms, (boxes, scores)),
+            (opzoo.batched_soft_nms, (boxes, scores, one_large)),
+            (opzoo.batched_soft_nms, (boxes, scores, three_large)),
+        ):
             cpu = function(*arguments, 0.3, 0.5, 1e-3, method)
             cuda = function(*(t.cuda() for t in arguments), 0.3, 0.5, 1e-3, method)
             assert all(torch.equal(a, b.cpu()) for a, b in zip(cpu, cuda, strict=True))

@@ -4,6 +4,7 @@
 // and decays the blocks whose rectangle meets the selected box. Classes run side by side.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -28,22 +29,21 @@ struct Selection {
   int64_t index;
 };
 
-// Whether anything of a selected box can lie in the block's rectangle. Boxes with a NaN coordinate
-// or without an inside overlap nothing, whether they count here or not.
+// What a block covers. Boxes with a NaN coordinate or without an inside overlap nothing, whether
+// they count here or not.
 template <class acc>
-struct Rectangle {
-  acc x1 = INFINITY, y1 = INFINITY, x2 = -INFINITY, y2 = -INFINITY;
+Box<acc> nothing() {
+  constexpr acc kInfinity = std::numeric_limits<acc>::infinity();
+  return {kInfinity, kInfinity, -kInfinity, -kInfinity};
+}
 
-  void include(const Box<acc>& box) {
-    x1 = std::min(x1, box.x1);  // keeps x1 where the other is NaN
-    y1 = std::min(y1, box.y1);
-    x2 = std::max(x2, box.x2);
-    y2 = std::max(y2, box.y2);
-  }
-  bool meets(const Box<acc>& box) const {
-    return box.x1 < x2 && x1 < box.x2 && box.y1 < y2 && y1 < box.y2;
-  }
-};
+template <class acc>
+void include(Box<acc>& rectangle, const Box<acc>& box) {
+  rectangle.x1 = std::min(rectangle.x1, box.x1);  // keeps the first where the other is NaN
+  rectangle.y1 = std::min(rectangle.y1, box.y1);
+  rectangle.x2 = std::max(rectangle.x2, box.x2);
+  rectangle.y2 = std::max(rectangle.y2, box.y2);
+}
 
 template <class acc>
 acc twice_centre(acc low, acc high) {
@@ -77,13 +77,13 @@ std::vector<int64_t> order_by_place(const std::vector<Candidate<acc>>& boxes) {
 template <class acc>
 struct Layout {
   std::vector<SoftNmsBlock<acc>> blocks;
-  std::vector<Rectangle<acc>> rectangles;
+  std::vector<Box<acc>> rectangles;
   std::vector<acc> best;       // score of each block, -1 where nothing is left
   std::vector<int64_t> index;  // of each lane
 
   explicit Layout(const std::vector<Candidate<acc>>& boxes)
       : blocks(div_up<int64_t>(boxes.size(), kSoftNmsLanes)),
-        rectangles(blocks.size()),
+        rectangles(blocks.size(), nothing<acc>()),
         best(blocks.size(), acc(kSoftNmsGone)),
         index(blocks.size() * kSoftNmsLanes) {
     const std::vector<int64_t> order = order_by_place(boxes);
@@ -100,7 +100,7 @@ struct Layout {
       blocks[b].score[lane] = candidate.score;
       index[i] = candidate.index;
       best[b] = std::max(best[b], candidate.score);
-      if (used) rectangles[b].include(box);
+      if (used) include(rectangles[b], box);
     }
   }
 };
@@ -144,7 +144,8 @@ std::vector<Selection<acc>> run_class(const SoftNmsRule<acc>& rule,
     const Box<acc> selected{own.x1[lane], own.y1[lane], own.x2[lane], own.y2[lane]};
     own.score[lane] = acc(kSoftNmsGone);
     for (size_t b = 0; b < layout.blocks.size(); ++b) {
-      const bool touched = layout.rectangles[b].meets(selected) && layout.best[b] >= acc(0);
+      const bool touched =
+          soft_nms_may_overlap(layout.rectangles[b], selected) && layout.best[b] >= acc(0);
       if (!touched && b != place.block) continue;
       layout.best[b] = soft_nms_decay_block<kMethod>(rule, selected, layout.blocks[b]);
     }

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+
 #include "soft_nms/soft_nms_kernel.cuh"
 #include "soft_nms/soft_nms_plan.h"
 
@@ -90,7 +92,7 @@ void run_one(const SoftNmsPlan& plan,
                             : soft_nms_kernel<kMethod, acc, SoftNmsGridTeam>;
   const auto* function = reinterpret_cast<const void*>(kernel);
   const size_t shared = shared_bytes<acc>(plan, function);
-  const int64_t wanted = alone ? 1 : div_up<int64_t>(plan.n, kSoftNmsBoxesPerBlock);
+  const int wanted = soft_nms_team_blocks(plan.n);
   const int blocks = alone ? 1 : cooperative_blocks(plan, function, shared, wanted);
   OptionalTensor room;
   if (!alone) room = room_for_keys<acc>(plan, blocks);
@@ -109,6 +111,14 @@ void run_one(const SoftNmsPlan& plan,
       plan.op);
 }
 
+// Up to which size a class belongs to one block. A block takes a time that grows with the square of
+// the class, but others work beside it; the grid takes one class after another, in a time that
+// grows with their sum. They meet where size^2 = 28^2 n.
+int largest_of_block(int64_t n) {
+  const auto balanced = static_cast<int>(28 * std::sqrt(static_cast<double>(n)));
+  return std::max(kSoftNmsBlockBoxes, balanced);
+}
+
 // Classes side by side; the order of the result is found by sorting the scores.
 template <SoftNmsMethod kMethod, class acc>
 Sorted run_classes(const SoftNmsPlan& plan, const Tensor& count, cudaStream_t stream) {
@@ -120,7 +130,8 @@ Sorted run_classes(const SoftNmsPlan& plan, const Tensor& count, cudaStream_t st
   const int blocks =
       cooperative_blocks(plan, function, shared, div_up<int64_t>(plan.n, kSoftNmsChunk));
   const Tensor room = room_for_keys<acc>(plan, blocks);
-  const int64_t most_large = plan.n / kSoftNmsBlockBoxes + 1;
+  int block_boxes = largest_of_block(plan.n);
+  const int64_t most_large = plan.n / block_boxes + 1;
   const Tensor ranges = empty({most_large, 2}, ScalarType::Int, plan.boxes);
   Tensor final_scores = empty({plan.n}, plan.arithmetic, plan.boxes);
   torch::stable::fill_(final_scores, kSoftNmsGone);
@@ -132,7 +143,8 @@ Sorted run_classes(const SoftNmsPlan& plan, const Tensor& count, cudaStream_t st
   auto* work = static_cast<SoftNmsWork*>(count.mutable_data_ptr());
   auto* large = reinterpret_cast<SoftNmsRange*>(mutable_data<int32_t>(ranges));
   acc* out = mutable_data<acc>(final_scores);
-  std::array<void*, 8> arguments{&rule, &boxes, &ids, &order, &keys, &work, &large, &out};
+  std::array<void*, 9> arguments{
+      &rule, &boxes, &ids, &order, &keys, &work, &large, &block_boxes, &out};
   check_cuda(cudaLaunchCooperativeKernel(
                  function, dim3(blocks), dim3(kSoftNmsThreads), arguments.data(), shared, stream),
              plan.op);

@@ -2,8 +2,7 @@
 // Soft-NMS selects boxes one after another, but most of what follows from a selection can wait.
 // A team of warps (one block, or the whole grid) shares the boxes of a segment and works in rounds:
 //   1. each warp decays its boxes by the selections of the last round, in their order, and
-//   publishes
-//      the best few keys among them;
+//      publishes the best few keys among them;
 //   2. the batch is every box that ranks before some bound; all boxes outside rank at or behind it,
 //      and can only fall. A bound is the best key among those that some warp holds back;
 //   3. one warp selects within the batch, one box after another, until the best of the batch no
@@ -26,8 +25,10 @@ constexpr int kSoftNmsBatch = 64;  // two boxes to a lane of the selecting warp
 constexpr int kSoftNmsPublished = 4;
 constexpr int kSoftNmsKeys = kSoftNmsPublished + 1;  // and the best that is held back
 // Segments up to this size belong to one block, larger ones to the grid.
-constexpr int kSoftNmsBlockBoxes = 512;
-constexpr int kSoftNmsBoxesPerBlock = 256;  // of a grid team
+constexpr int kSoftNmsBlockBoxes = 256;
+// A grid team of fewer blocks decays too slowly, of more has too many keys to look through: 20000
+// boxes take 7.9 ms with 8 blocks on an H200, 3.7 ms with 64, 6.4 ms with 128.
+constexpr int kSoftNmsBoxesPerBlock = 192, kSoftNmsMostBlocks = 64;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
 template <class acc>
@@ -65,40 +66,71 @@ struct SoftNmsShared {
   SoftNmsKey<acc> keys[2][kSoftNmsWarps * kSoftNmsKeys];  // of a team that is one block
 };
 
-// The key that ranks first among the lanes, in all of them.
+// The largest score among the lanes, in all of them.
 template <class acc>
-__device__ __forceinline__ SoftNmsKey<acc> warp_first(SoftNmsKey<acc> key) {
-#if __CUDA_ARCH__ >= 800
-  if constexpr (sizeof(acc) == 4) {
-    // Scores that take part are >= +0 and order as their bits do; the bits of -1 are negative.
-    const int bits = __float_as_int(key.score);
-    const int first = __reduce_max_sync(kFullWarp, bits);
-    const int position = bits == first ? key.position : INT32_MAX;
-    return {__int_as_float(first), __reduce_min_sync(kFullWarp, position)};
-  }
-#endif
+__device__ __forceinline__ acc warp_max(acc score) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
-    const SoftNmsKey<acc> other{__shfl_xor_sync(kFullWarp, key.score, offset),
-                                __shfl_xor_sync(kFullWarp, key.position, offset)};
-    if (other.before(key)) key = other;
+    const acc other = __shfl_xor_sync(kFullWarp, score, offset);
+    score = other > score ? other : score;
   }
-  return key;
+  return score;
 }
 
+#if __CUDA_ARCH__ >= 800
+// Scores that take part are >= +0 and order as their bits do; the bits of -1 are negative.
+__device__ __forceinline__ float warp_max(float score) {
+  return __int_as_float(__reduce_max_sync(kFullWarp, __float_as_int(score)));
+}
+__device__ __forceinline__ double warp_max(double score) {
+  const int high = __reduce_max_sync(kFullWarp, __double2hiint(score));
+  const unsigned low = __double2hiint(score) == high ? __double2loint(score) : 0u;
+  return __hiloint2double(high, static_cast<int>(__reduce_max_sync(kFullWarp, low)));
+}
+#endif
+
+__device__ __forceinline__ int warp_min(int value) {
+#if __CUDA_ARCH__ >= 800
+  return __reduce_min_sync(kFullWarp, value);
+#else
+  for (int offset = 16; offset > 0; offset /= 2) {
+    value = min(value, __shfl_xor_sync(kFullWarp, value, offset));
+  }
+  return value;
+#endif
+}
+
+// The key that ranks first among the lanes, in all of them.
+template <class acc>
+__device__ __forceinline__ SoftNmsKey<acc> warp_first(const SoftNmsKey<acc>& key) {
+  const acc score = warp_max(key.score);
+  return {score, warp_min(key.score == score ? key.position : INT32_MAX)};
+}
+
+// The first blocks of the grid own the boxes. Those beyond follow what happens: a barrier of the
+// grid needs them.
+struct SoftNmsGridTeam {
+  int blocks;
+
+  __device__ __forceinline__ int warps() const { return blocks * kSoftNmsWarps; }
+  __device__ __forceinline__ int first_warp() const { return blockIdx.x * kSoftNmsWarps; }
+  __device__ __forceinline__ bool writes() const { return blockIdx.x == 0; }
+  __device__ __forceinline__ void sync() const { cooperative_groups::this_grid().sync(); }
+};
+
 struct SoftNmsBlockTeam {
+  int blocks;  // 1
+
   __device__ __forceinline__ int warps() const { return kSoftNmsWarps; }
   __device__ __forceinline__ int first_warp() const { return 0; }
   __device__ __forceinline__ bool writes() const { return true; }
   __device__ __forceinline__ void sync() const { __syncthreads(); }
 };
 
-struct SoftNmsGridTeam {
-  __device__ __forceinline__ int warps() const { return gridDim.x * kSoftNmsWarps; }
-  __device__ __forceinline__ int first_warp() const { return blockIdx.x * kSoftNmsWarps; }
-  __device__ __forceinline__ bool writes() const { return blockIdx.x == 0; }
-  __device__ __forceinline__ void sync() const { cooperative_groups::this_grid().sync(); }
-};
+OPZOO_HOST_DEVICE int soft_nms_team_blocks(int64_t boxes) {
+  const auto wanted = div_up<int64_t>(boxes, kSoftNmsBoxesPerBlock);
+  return static_cast<int>(wanted < kSoftNmsMostBlocks ? wanted : kSoftNmsMostBlocks);
+}
 
 // Step 1. Position p belongs to warp p mod warps, so that neighbours in the input, often alike in
 // score, meet different warps. Lane 0 publishes.
@@ -109,6 +141,7 @@ __device__ __forceinline__ void soft_nms_decay(const SoftNmsRule<acc>& rule,
                                                int warp,
                                                int warps,
                                                SoftNmsKey<acc>* keys) {
+  if (warp >= warps) return;
   SoftNmsKey<acc> best[kSoftNmsKeys];
 #pragma unroll
   for (auto& key : best) key = SoftNmsKey<acc>::none();
@@ -120,11 +153,18 @@ __device__ __forceinline__ void soft_nms_decay(const SoftNmsRule<acc>& rule,
     const Box<acc> box = segment.boxes[p];
     const acc area = box_area(box);
     acc score = before;
+    // Each lane marks the selections near its box first: then the lanes of a warp do the costly
+    // part side by side, each for its own.
+    uint64_t near = 0;
+#pragma unroll 4
     for (int s = 0; s < selected; ++s) {
+      near |= uint64_t{soft_nms_may_overlap(shared.selected_box[s], box)} << s;
+    }
+    for (; near != 0 && score >= acc(0); near &= near - 1) {
+      const int s = __ffsll(static_cast<long long>(near)) - 1;
       const acc iou = box_iou(shared.selected_box[s], shared.selected_area[s], box, area);
       const acc factor = soft_nms_factor<kMethod>(rule, iou);
       if (factor != acc(1)) score = soft_nms_decayed(rule, score, factor);
-      if (score < acc(0)) break;
     }
     if (score != before) segment.scores[p] = score;
     SoftNmsKey<acc> key{score, static_cast<int>(p)};
@@ -244,8 +284,17 @@ __device__ __forceinline__ void soft_nms_lay_out(const SoftNmsRule<acc>& rule,
   if (column < gathered) {
     const Box<acc> box = shared.batch_box[column];
     const acc area = box_area(box);
-    for (int row = threadIdx.x / kSoftNmsBatch; row < gathered;
-         row += kSoftNmsThreads / kSoftNmsBatch) {
+    constexpr int kStep = kSoftNmsThreads / kSoftNmsBatch;
+    const int first_row = threadIdx.x / kSoftNmsBatch;
+    unsigned near = 0;  // rows, as in soft_nms_decay
+#pragma unroll
+    for (int i = 0; i < kSoftNmsBatch / kStep; ++i) {
+      const int row = first_row + i * kStep;
+      shared.factor[row][column] = acc(1);
+      near |= unsigned{row < gathered && soft_nms_may_overlap(shared.batch_box[row], box)} << i;
+    }
+    for (; near != 0; near &= near - 1) {
+      const int row = first_row + (__ffs(static_cast<int>(near)) - 1) * kStep;
       const Box<acc> other = shared.batch_box[row];
       const acc iou = box_iou(other, box_area(other), box, area);
       shared.factor[row][column] = soft_nms_factor<kMethod>(rule, iou);
@@ -260,9 +309,9 @@ __device__ __forceinline__ void soft_nms_select(const SoftNmsRule<acc>& rule,
                                                 SoftNmsKey<acc> bound,
                                                 SoftNmsShared<acc>& shared) {
   const int lane = threadIdx.x % 32, gathered = shared.gathered;
-  SoftNmsKey<acc> low = SoftNmsKey<acc>::none(), high = low;
-  if (lane < gathered) low = {shared.batch_score[lane], lane};
-  if (lane + 32 < gathered) high = {shared.batch_score[lane + 32], lane + 32};
+  constexpr acc kGone = acc(kSoftNmsGone);
+  acc low = lane < gathered ? shared.batch_score[lane] : kGone;
+  acc high = lane + 32 < gathered ? shared.batch_score[lane + 32] : kGone;
   // The bound in slots: how many of the batch lie before its position. Nothing ranks before -1.
   const unsigned low_before =
       __ballot_sync(kFullWarp, lane < gathered && shared.batch_position[lane] < bound.position);
@@ -272,17 +321,18 @@ __device__ __forceinline__ void soft_nms_select(const SoftNmsRule<acc>& rule,
 
   int selected = 0;
   while (true) {
-    const SoftNmsKey<acc> first = warp_first(high.before(low) ? high : low);
+    const acc best = warp_max(high > low ? high : low);
+    const unsigned in_low = __ballot_sync(kFullWarp, low == best);
+    const unsigned in_high = __ballot_sync(kFullWarp, high == best);
+    const int slot = in_low != 0 ? __ffs(in_low) - 1 : __ffs(in_high) + 31;
+    const SoftNmsKey<acc> first{best, slot};
     if (!first.before(bound)) break;
-    const int slot = first.position;
-    const acc low_factor = shared.factor[slot][lane];
-    const acc high_factor = shared.factor[slot][lane + 32];
     if (lane == 0) shared.selected_key[selected] = first;
     ++selected;
-    if (low.score >= acc(0)) low.score = soft_nms_decayed(rule, low.score, low_factor);
-    if (high.score >= acc(0)) high.score = soft_nms_decayed(rule, high.score, high_factor);
-    if (slot == lane) low = SoftNmsKey<acc>::none();
-    if (slot == lane + 32) high = SoftNmsKey<acc>::none();
+    const acc low_left = soft_nms_decayed(rule, low, shared.factor[slot][lane]);
+    const acc high_left = soft_nms_decayed(rule, high, shared.factor[slot][lane + 32]);
+    low = low >= acc(0) && slot != lane ? low_left : kGone;
+    high = high >= acc(0) && slot != lane + 32 ? high_left : kGone;
   }
   if (lane == 0) shared.selected = selected;
 }
@@ -360,7 +410,7 @@ __global__ void __launch_bounds__(kSoftNmsThreads) soft_nms_kernel(SoftNmsRule<a
     out_scores[order] = score;
     out_indices[order] = position;
   };
-  const Team team;
+  const Team team{static_cast<int>(gridDim.x)};
   if (keys == nullptr) keys = shared.keys[0];
   const int total = soft_nms_segment<kMethod>(team, rule, segment, keys, shared, write);
   if (team.writes() && threadIdx.x == 0) *out_count = total;
@@ -378,9 +428,10 @@ struct SoftNmsRange {
 constexpr int kSoftNmsChunk = 32;  // positions a block takes at a time
 
 // Many segments, runs of equal class in [0, n), by a cooperative grid. First each block decides
-// small segments alone: it takes a chunk of positions and with it the segments that begin there.
-// Then all decide the large ones together, one after another. large: room for those. index maps
-// positions to indices; the score of each selected box is written to out_scores[index].
+// small segments, of up to block_boxes, alone: it takes a chunk of positions and with it the
+// segments that begin there. Then all decide the large ones together, one after another. large:
+// room for those. index maps positions to indices; the score of each selected box is written to
+// out_scores[index].
 template <SoftNmsMethod kMethod, class acc>
 __global__ void __launch_bounds__(kSoftNmsThreads) soft_nms_classes_kernel(SoftNmsRule<acc> rule,
                                                                            SoftNmsBoxes<acc> all,
@@ -389,6 +440,7 @@ __global__ void __launch_bounds__(kSoftNmsThreads) soft_nms_classes_kernel(SoftN
                                                                            SoftNmsKey<acc>* keys,
                                                                            SoftNmsWork* work,
                                                                            SoftNmsRange* large,
+                                                                           int block_boxes,
                                                                            acc* out_scores) {
   extern __shared__ unsigned char soft_nms_memory[];
   auto& shared = *reinterpret_cast<SoftNmsShared<acc>*>(soft_nms_memory);
@@ -416,13 +468,13 @@ __global__ void __launch_bounds__(kSoftNmsThreads) soft_nms_classes_kernel(SoftN
       const int64_t id = classes[begin];
       if (begin > 0 && classes[begin - 1] == id) continue;
       int size = 0, found = kSoftNmsThreads;
-      while (found == kSoftNmsThreads && size <= kSoftNmsBlockBoxes) {
+      while (found == kSoftNmsThreads && size <= block_boxes) {
         const int p = begin + size + threadIdx.x;
         found = __syncthreads_count(p < all.n && classes[p] == id);
         size += found;
       }
-      if (size <= kSoftNmsBlockBoxes) {
-        decide(SoftNmsBlockTeam{}, {begin, begin + size}, shared.keys[0]);
+      if (size <= block_boxes) {
+        decide(SoftNmsBlockTeam{1}, {begin, begin + size}, shared.keys[0]);
       } else if (threadIdx.x == 0) {
         int low = begin + size, high = all.n;  // the end of the run lies in [low, high]
         while (low < high) {
@@ -433,9 +485,10 @@ __global__ void __launch_bounds__(kSoftNmsThreads) soft_nms_classes_kernel(SoftN
       }
     }
   }
-  const SoftNmsGridTeam team;
-  team.sync();  // large is complete
+  cooperative_groups::this_grid().sync();  // large is complete
   for (int i = 0; i < work->large; ++i) {
+    const int wanted = soft_nms_team_blocks(large[i].end - large[i].begin);
+    const SoftNmsGridTeam team{min(wanted, static_cast<int>(gridDim.x))};
     decide(team, large[i], keys);
     team.sync();  // keys are no longer read
   }
