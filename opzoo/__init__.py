@@ -20,6 +20,7 @@ from opzoo.ops.matmul import MatMul, matmul
 from opzoo.ops.multi_scale_roi_align import MultiScaleRoIAlign, multi_scale_roi_align
 from opzoo.ops.nms import batched_nms, nms, nms_match, nms_padded
 from opzoo.ops.roi_align import RoIAlign, roi_align
+from opzoo.ops.soft_nms import batched_soft_nms, soft_nms
 
 __all__ = [
     "Add",
@@ -30,6 +31,7 @@ __all__ = [
     "__version__",
     "add",
     "batched_nms",
+    "batched_soft_nms",
     "build_info",
     "deform_conv2d",
     "matmul",
@@ -40,4 +42,5 @@ __all__ = [
     "reference",
     "roi_align",
     "set_debug",
+    "soft_nms",
 ]

@@ -42,7 +42,7 @@ class Case:
         tensors: ``tensors(device)`` makes the tensor arguments, the same values on every call.
         call: ``call(function, *tensors)`` binds all other arguments. The same for opzoo, reference and peer.
         work: ``work(tensors, output)`` maps each pass to be timed, ``fwd`` and ``bwd``, to its :class:`Work`.
-        peer: module that holds the peer's operator.
+        peer: module that holds the peer's operator; one of this package is made of torch's operators.
         truth: module that holds the operator the gate runs in float64.
         sample: ``sample(rows, *tensors)`` makes the arguments that produce only these rows (axis 0) of the output.
         differentiable: positions in ``tensors`` that get gradients.
@@ -64,6 +64,11 @@ class Case:
     gate_rows: int = 64
     gate: Callable[[Case, Tensors], float] | None = None
     peer_tensors: Callable[..., Tensors] = lambda *tensors: tensors
+
+    @property
+    def peer_name(self) -> str:
+        top = self.peer.partition(".")[0]
+        return "torch" if top == "opzoo" else top
 
     def ours(self, *tensors: Tensor) -> Tensor:
         """The public operator. Looked up at the call, so that a missing one fails its own cases only."""

@@ -108,7 +108,7 @@ def _run(case: Case, options: Options, result: Result) -> None:
     tensors = case.tensors(device)
     result.gate_error = check(case, tensors)
     sides = [_Side("opzoo", case.ours, tensors)]
-    if case.peer.partition(".")[0] in options.peers:
+    if case.peer_name in options.peers:
         peer = _peer_side(case, tensors)
         if isinstance(peer, str):
             result.message = peer
@@ -122,7 +122,7 @@ def _run(case: Case, options: Options, result: Result) -> None:
 
 def _peer_side(case: Case, tensors: Tensors) -> _Side | str:
     """The peer on the same data, or why there is none."""
-    name = case.peer.partition(".")[0]
+    name = case.peer_name
     try:
         importlib.import_module(case.peer)
         peer_tensors = case.peer_tensors(*tensors)

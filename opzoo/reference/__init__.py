@@ -6,10 +6,12 @@ from opzoo.reference.matmul import matmul
 from opzoo.reference.multi_scale_roi_align import multi_scale_roi_align
 from opzoo.reference.nms import batched_nms, nms, nms_match, nms_padded
 from opzoo.reference.roi_align import roi_align
+from opzoo.reference.soft_nms import batched_soft_nms, soft_nms
 
 __all__ = [
     "add",
     "batched_nms",
+    "batched_soft_nms",
     "deform_conv2d",
     "matmul",
     "multi_scale_roi_align",
@@ -17,4 +19,5 @@ __all__ = [
     "nms_match",
     "nms_padded",
     "roi_align",
+    "soft_nms",
 ]
