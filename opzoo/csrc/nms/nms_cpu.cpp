@@ -64,41 +64,43 @@ std::vector<int64_t> score_order(const NmsPlan& plan) {
   struct Entry {
     int64_t key, index;
   };
-  std::vector<Entry> entries(plan.n);
-  const int64_t stride = plan.scores.stride(0);
+  std::vector<Entry> entries;
+  entries.reserve(plan.n);
   dispatch_all(plan.scores.scalar_type(), plan.op, [&]<class T>() {
-    const T* scores = data<T>(plan.scores);
-    for (int64_t i = 0; i < plan.n; ++i) entries[i] = {score_key(scores[i * stride]), i};
+    for (int64_t i = 0; i < plan.n; ++i) {
+      const int64_t key = score_key(load_number<T>(plan.scores_view, 0, i));
+      if (plan.score_limit.admits(key)) entries.push_back({key, i});
+    }
   });
   std::stable_sort(entries.begin(), entries.end(), [](const Entry& left, const Entry& right) {
     return left.key > right.key;
   });
-  std::vector<int64_t> order(plan.n);
-  for (int64_t i = 0; i < plan.n; ++i) order[i] = entries[i].index;
+  std::vector<int64_t> order(entries.size());
+  for (size_t i = 0; i < entries.size(); ++i) order[i] = entries[i].index;
   return order;
 }
 
 template <class T, class acc = box_acc_t<T>>
 Layout<acc> lay_out(const NmsPlan& plan, const std::vector<int64_t>& order) {
-  Layout<acc> layout(plan.n);
+  const auto n = static_cast<int64_t>(order.size());
+  Layout<acc> layout(n);
   if (!plan.classes) {
-    for (int64_t i = 0; i < plan.n; ++i) layout.set(i, load_box<T>(plan.view, order[i]), i);
-    layout.segments = {{0, plan.n}};
+    for (int64_t i = 0; i < n; ++i) layout.set(i, load_box<T>(plan.boxes_view, 0, order[i]), i);
+    layout.segments = {{0, n}};
     return layout;
   }
   struct Entry {
     int64_t id, rank;
   };
-  const auto* classes = data<int64_t>(*plan.classes);
-  const int64_t stride = plan.classes->stride(0);
-  std::vector<Entry> entries(plan.n);
-  for (int64_t i = 0; i < plan.n; ++i) entries[i] = {classes[order[i] * stride], i};
+  std::vector<Entry> entries(n);
+  for (int64_t i = 0; i < n; ++i)
+    entries[i] = {load_number<int64_t>(plan.classes_view, 0, order[i]), i};
   std::stable_sort(entries.begin(), entries.end(), [](const Entry& left, const Entry& right) {
     return left.id < right.id;
   });
-  for (int64_t i = 0; i < plan.n; ++i) {
+  for (int64_t i = 0; i < n; ++i) {
     const int64_t rank = entries[i].rank;
-    layout.set(i, load_box<T>(plan.view, order[rank]), rank);
+    layout.set(i, load_box<T>(plan.boxes_view, 0, order[rank]), rank);
     if (i == 0 || entries[i].id != entries[i - 1].id) layout.segments.push_back({i, i});
     layout.segments.back().end = i + 1;
   }
@@ -179,31 +181,42 @@ void run_segments(Layout<acc>& layout, acc threshold, bool* keep) {
 }
 
 Tensor run_cpu(const NmsPlan& plan) {
-  if (plan.n == 0) return empty({0}, ScalarType::Long, plan.boxes);
   const std::vector<int64_t> order = score_order(plan);
-  const auto keep = std::make_unique<bool[]>(plan.n);  // by rank
-  dispatch_all(plan.boxes.scalar_type(), plan.op, [&]<class T>() {
-    auto layout = lay_out<T>(plan, order);
-    run_segments(layout, static_cast<box_acc_t<T>>(plan.iou_threshold), keep.get());
-  });
-  const int64_t kept = std::count(keep.get(), keep.get() + plan.n, true);
+  const auto n = static_cast<int64_t>(order.size());
+  const auto keep = std::make_unique<bool[]>(n);  // by rank
+  if (n > 0) {
+    dispatch_all(plan.boxes.scalar_type(), plan.op, [&]<class T>() {
+      auto layout = lay_out<T>(plan, order);
+      run_segments(layout, static_cast<box_acc_t<T>>(plan.iou_threshold), keep.get());
+    });
+  }
+  const int64_t kept =
+      std::min<int64_t>(std::count(keep.get(), keep.get() + n, true), plan.max_output);
   Tensor result = empty({kept}, ScalarType::Long, plan.boxes);
   auto* out = mutable_data<int64_t>(result);
-  for (int64_t rank = 0; rank < plan.n; ++rank) {
-    if (keep[rank]) *out++ = order[rank];
+  for (int64_t rank = 0, written = 0; written < kept; ++rank) {
+    if (keep[rank]) out[written++] = order[rank];
   }
   return result;
 }
 
-Tensor nms_cpu(const Tensor& boxes, const Tensor& scores, double iou_threshold) {
-  return run_cpu(plan_nms("nms", boxes, scores, std::nullopt, iou_threshold));
+Tensor nms_cpu(const Tensor& boxes,
+               const Tensor& scores,
+               double iou_threshold,
+               std::optional<double> score_threshold,
+               std::optional<int64_t> max_output) {
+  return run_cpu(
+      plan_nms("nms", boxes, scores, std::nullopt, iou_threshold, score_threshold, max_output));
 }
 
 Tensor batched_nms_cpu(const Tensor& boxes,
                        const Tensor& scores,
                        const Tensor& idxs,
-                       double iou_threshold) {
-  return run_cpu(plan_nms("batched_nms", boxes, scores, idxs, iou_threshold));
+                       double iou_threshold,
+                       std::optional<double> score_threshold,
+                       std::optional<int64_t> max_output) {
+  return run_cpu(
+      plan_nms("batched_nms", boxes, scores, idxs, iou_threshold, score_threshold, max_output));
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ Tensor score_order(const NmsPlan& plan, cudaStream_t stream) {
   const Tensor keys = empty({plan.n}, ScalarType::Long, plan.boxes);
   dispatch_all(plan.scores.scalar_type(), plan.op, [&]<class T>() {
     nms_key_kernel<T><<<grid_for(plan.n), kBlockSize, 0, stream>>>(
-        data<T>(plan.scores), plan.scores.stride(0), plan.n, mutable_data<int64_t>(keys));
+        plan.scores_view, plan.n, mutable_data<int64_t>(keys));
   });
   check_launch(plan.op);
   using torch::stable::detail::from;
@@ -32,7 +32,7 @@ void fill_mask(const NmsPlan& plan, const Tensor& order, const Tensor& mask, cud
   if (plan.classes) classes = empty({plan.n}, ScalarType::Long, plan.boxes);
   auto* sorted_classes = classes ? mutable_data<int64_t>(*classes) : nullptr;
   nms_gather_kernel<T><<<grid_for(plan.n), kBlockSize, 0, stream>>>(
-      plan.view,
+      plan.boxes_view,
       plan.classes ? data<int64_t>(*plan.classes) : nullptr,
       plan.classes ? plan.classes->stride(0) : 0,
       data<int64_t>(order),
@@ -93,15 +93,23 @@ Tensor run_cuda(const NmsPlan& plan) {
   return result;
 }
 
-Tensor nms_cuda(const Tensor& boxes, const Tensor& scores, double iou_threshold) {
-  return run_cuda(plan_nms("nms", boxes, scores, std::nullopt, iou_threshold));
+Tensor nms_cuda(const Tensor& boxes,
+                const Tensor& scores,
+                double iou_threshold,
+                std::optional<double> score_threshold,
+                std::optional<int64_t> max_output) {
+  return run_cuda(
+      plan_nms("nms", boxes, scores, std::nullopt, iou_threshold, score_threshold, max_output));
 }
 
 Tensor batched_nms_cuda(const Tensor& boxes,
                         const Tensor& scores,
                         const Tensor& idxs,
-                        double iou_threshold) {
-  return run_cuda(plan_nms("batched_nms", boxes, scores, idxs, iou_threshold));
+                        double iou_threshold,
+                        std::optional<double> score_threshold,
+                        std::optional<int64_t> max_output) {
+  return run_cuda(
+      plan_nms("batched_nms", boxes, scores, idxs, iou_threshold, score_threshold, max_output));
 }
 
 }  // namespace

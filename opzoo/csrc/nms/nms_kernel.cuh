@@ -21,8 +21,9 @@ using NmsWord = unsigned long long;
 
 // One thread per score.
 template <class T>
-__global__ void nms_key_kernel(const T* scores, int64_t stride, int64_t n, int64_t* keys) {
-  for (int64_t i = first_item(); i < n; i += item_step()) keys[i] = score_key(scores[i * stride]);
+__global__ void nms_key_kernel(NumbersView scores, int64_t n, int64_t* keys) {
+  for (int64_t i = first_item(); i < n; i += item_step())
+    keys[i] = score_key(load_number<T>(scores, 0, i));
 }
 
 // One thread per box in score order. Reads are scattered, writes coalesced. classes may be null.
@@ -36,7 +37,7 @@ __global__ void nms_gather_kernel(BoxesView view,
                                   int64_t* sorted_classes) {
   for (int64_t rank = first_item(); rank < n; rank += item_step()) {
     const int64_t i = order[rank];
-    sorted_boxes[rank] = load_box<T>(view, i);
+    sorted_boxes[rank] = load_box<T>(view, 0, i);
     if (classes) sorted_classes[rank] = classes[i * class_stride];
   }
 }
