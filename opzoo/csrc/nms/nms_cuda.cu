@@ -11,6 +11,7 @@ namespace {
 // Up to here boxes are ranked by counting and tested against all before them; a radix sort and the
 // cells take over where their dozen launches are the smaller cost.
 constexpr int64_t kDenseBoxes = 8192;
+constexpr int64_t kStatesAlignment = 16;  // states are read 16 bytes at a time
 // Images go through in groups of about this many boxes, which bounds the memory.
 constexpr int64_t kGroupBoxes = int64_t(1) << 24;
 
@@ -42,7 +43,7 @@ struct Arrays {
   NmsProgress progress{};
 
   void cut(Workspace& space, const NmsPlan& plan, int64_t images, int64_t blocks) {
-    sorted.pitch = div_up<int64_t>(plan.n, kNmsCompactItems) * kNmsCompactItems;
+    sorted.pitch = div_up<int64_t>(plan.n, kStatesAlignment) * kStatesAlignment;
     const int64_t boxes = images * sorted.pitch;
     sorted.boxes = space.take<Box<acc>>(boxes);
     sorted.classes = plan.classes ? space.take<int64_t>(boxes) : nullptr;
@@ -116,7 +117,7 @@ struct DenseRun {
       nms_dense_kernel<acc><<<images * blocks, kNmsDenseWarps * 32, 0, stream>>>(
           arrays.sorted, arrays.progress, n, plan.max_output, threshold);
       check_launch(plan.op);
-      nms_compact_kernel<<<images, kNmsCompactThreads, 0, stream>>>(
+      nms_compact_kernel<<<images * div_up(n, kNmsCompactBoxes), kNmsCompactThreads, 0, stream>>>(
           arrays.sorted.states, arrays.sorted.order, n, arrays.sorted.pitch, output_at(out, image));
       check_launch(plan.op);
     }
@@ -187,7 +188,7 @@ struct SparseRun {
     check_launch(plan.op);
     check_cuda(sort(scratch, scratch_bytes, score_keys, indices, 8 * sizeof(Key), stream), plan.op);
 
-    const NmsGeometry geometry(plan.iou_threshold);
+    const NmsGeometry geometry(plan.iou_threshold, !plan.classes);
     cells.keys = reinterpret_cast<unsigned*>(keys);
     // The sorted indices are read while the ranks are written in front of them.
     nms_place_kernel<acc><<<grid, kBlockSize, 0, stream>>>(
@@ -217,7 +218,10 @@ struct SparseRun {
              stream>>>(arrays.sorted, arrays.progress, n, plan.max_output, threshold);
     }
     check_launch(plan.op);
-    nms_compact_kernel<<<1, kNmsCompactThreads, 0, stream>>>(
+    nms_compact_kernel<<<static_cast<unsigned>(div_up(n, kNmsCompactBoxes)),
+                         kNmsCompactThreads,
+                         0,
+                         stream>>>(
         arrays.sorted.states, arrays.sorted.order, n, arrays.sorted.pitch, out);
     check_launch(plan.op);
   }

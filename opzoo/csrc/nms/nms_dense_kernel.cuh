@@ -8,7 +8,8 @@
 namespace opzoo {
 
 constexpr int kNmsDenseWarps = 8;
-constexpr int kNmsDenseRows = 2;  // boxes of a warp: each box loaded is tested against both
+constexpr int kNmsDenseRows = 2;   // boxes of a warp: each box loaded is tested against both
+constexpr int kNmsDenseBatch = 4;  // loads in flight per lane
 constexpr int kNmsDenseBlockBoxes = kNmsDenseWarps * kNmsDenseRows;
 
 // A warp owns two boxes of successive rank; its lanes read 32 earlier boxes at a time, coalesced
@@ -58,15 +59,32 @@ __global__ void __launch_bounds__(kNmsDenseWarps * 32) nms_dense_kernel(
     pending[r].states = states;
   }
   if (open) {
-#pragma unroll 4
-    for (int i = lane; i < first; i += 32) {
-      const Box<acc> other = boxes[i];
-      const acc other_area = box_area(other);
+    for (int base = lane; base < first; base += 32 * kNmsDenseBatch) {
+      Box<acc> other[kNmsDenseBatch];
+#pragma unroll
+      for (int k = 0; k < kNmsDenseBatch; ++k) {
+        const int i = base + 32 * k;
+        other[k] = i < first ? boxes[i] : Box<acc>{};  // an empty box overlaps nothing
+      }
+      unsigned hits[kNmsDenseRows] = {};
+#pragma unroll
+      for (int k = 0; k < kNmsDenseBatch; ++k) {
+        const acc other_area = box_area(other[k]);
+#pragma unroll
+        for (int r = 0; r < kNmsDenseRows; ++r) {
+          const bool hit = nms_may_overlap(other[k], other_area, box[r], area[r], threshold);
+          hits[r] |= static_cast<unsigned>(hit) << k;
+        }
+      }
 #pragma unroll
       for (int r = 0; r < kNmsDenseRows; ++r) {
-        if (nms_overlaps(other, other_area, box[r], area[r], threshold) &&
-            (!classes || classes[i] == classes[first + r])) {
-          pending[r].add(i);
+        for (; hits[r]; hits[r] &= hits[r] - 1) {
+          const int i = base + 32 * (__ffs(static_cast<int>(hits[r])) - 1);
+          const Box<acc> found = boxes[i];
+          if ((!classes || classes[i] == classes[first + r]) &&
+              box_iou(found, box_area(found), box[r], area[r]) > threshold) {
+            pending[r].add(i);
+          }
         }
       }
     }

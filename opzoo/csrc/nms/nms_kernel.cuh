@@ -135,13 +135,31 @@ __device__ __forceinline__ Box<acc> nms_place(
 constexpr int kNmsRankTargets = 32;
 constexpr int kNmsRankThreads = 1024;
 
+// How many of 32 keys in shared memory pass, read 16 bytes at a time.
+template <class Key, class Test>
+__device__ __forceinline__ int nms_count_keys(const Key* keys, const Test& passes) {
+  constexpr int kWidth = 16 / sizeof(Key);
+  struct alignas(16) Vector {
+    Key key[kWidth];
+  };
+  const auto* vectors = reinterpret_cast<const Vector*>(keys);
+  int count = 0;
+#pragma unroll
+  for (int v = 0; v < 32 / kWidth; ++v) {
+    const Vector vector = vectors[v];
+#pragma unroll
+    for (int k = 0; k < kWidth; ++k) count += passes(vector.key[k]);
+  }
+  return count;
+}
+
 // Sorts a few thousand boxes by counting, for each, those that rank before it: one launch, where a
 // radix sort takes six. A block owns 32 boxes, one per lane; keys pass through shared memory, 1024
 // at a time, and each warp compares its 32 of them, all lanes reading the same one.
 template <class acc, class Key>
 __global__ void __launch_bounds__(kNmsRankThreads) nms_rank_kernel(
     NmsInput in, NmsSorted<acc> out, NmsProgress progress, int resolve_blocks, acc threshold) {
-  __shared__ Key keys[kNmsRankThreads];
+  __shared__ alignas(16) Key keys[kNmsRankThreads];
   __shared__ int before[kNmsRankTargets];
   const int blocks = div_up(in.n, kNmsRankTargets);
   const int64_t image = blockIdx.x / blocks;
@@ -151,22 +169,21 @@ __global__ void __launch_bounds__(kNmsRankThreads) nms_rank_kernel(
   const Key mine = j < in.n ? nms_load_key<Key>(in, image, j) : 0;
   if (warp == 0) before[lane] = 0;
 
+  const auto load = [&](int i) { return i < in.n ? nms_load_key<Key>(in, image, i) : Key(0); };
   int count = 0;
+  Key key = load(threadIdx.x);
   for (int base = 0; base < in.n; base += kNmsRankThreads) {
-    const int i = base + threadIdx.x;
-    const Key key = i < in.n ? nms_load_key<Key>(in, image, i) : 0;
     __syncthreads();  // the previous keys have been read
     keys[threadIdx.x] = key;
     __syncthreads();
+    key = load(base + kNmsRankThreads + threadIdx.x);  // arrives during the comparisons
     const int first = base + warp * 32;
     const int others = min(32, in.n - first);
+    // Earlier indices win ties: whole warps of keys lie before or behind the block's boxes.
     if (others == 32 && first + 32 <= block * kNmsRankTargets) {
-#pragma unroll
-      for (int k = 0; k < 32; ++k)
-        count += keys[warp * 32 + k] <= mine;  // earlier indices win ties
+      count += nms_count_keys(keys + warp * 32, [&](Key other) { return other <= mine; });
     } else if (others == 32 && first >= (block + 1) * kNmsRankTargets) {
-#pragma unroll
-      for (int k = 0; k < 32; ++k) count += keys[warp * 32 + k] < mine;
+      count += nms_count_keys(keys + warp * 32, [&](Key other) { return other < mine; });
     } else {
       for (int k = 0; k < others; ++k) {
         const Key other = keys[warp * 32 + k];
@@ -191,16 +208,23 @@ __device__ __forceinline__ NmsState nms_load_state(const NmsState* state) {
   return *static_cast<const volatile NmsState*>(state);
 }
 
-// a suppresses b, if kept. The product is a filter that passes every hit: rounding is monotone, so
-// a quotient above the threshold has inter >= threshold * union; it spares the division.
+// False only where a does not suppress b: rounding is monotone, so a quotient above the threshold
+// has inter >= threshold * union. Spares the division, and branches.
 template <class acc>
-__device__ __forceinline__ bool nms_overlaps(
+__device__ __forceinline__ bool nms_may_overlap(
     const Box<acc>& a, acc area_a, const Box<acc>& b, acc area_b, acc threshold) {
   const acc width = min(a.x2, b.x2) - max(a.x1, b.x1);
   const acc height = min(a.y2, b.y2) - max(a.y1, b.y1);
   const acc inter = multiply_rounded(max(width, acc(0)), max(height, acc(0)));
-  if (!(inter > 0 && inter >= multiply_rounded(threshold, area_a + area_b - inter))) return false;
-  return box_iou(a, area_a, b, area_b) > threshold;
+  return (inter > 0) & (inter >= multiply_rounded(threshold, area_a + area_b - inter));
+}
+
+// a suppresses b, if kept.
+template <class acc>
+__device__ __forceinline__ bool nms_overlaps(
+    const Box<acc>& a, acc area_a, const Box<acc>& b, acc area_b, acc threshold) {
+  return nms_may_overlap(a, area_a, b, area_b, threshold) &&
+         box_iou(a, area_a, b, area_b) > threshold;
 }
 
 // The suppressors of a box whose states are not known yet, a short list per lane in shared memory.
@@ -214,7 +238,7 @@ struct NmsPending {
   int count = 0;
   bool removed = false;
 
-  __device__ void look() {
+  __device__ __forceinline__ void look() {
     for (int k = 0; k < count;) {
       const NmsState state = nms_load_state(states + slots[k * 32]);
       if (state == kNmsKept) {
@@ -228,13 +252,13 @@ struct NmsPending {
     }
   }
 
-  __device__ void add(int rank) {
+  __device__ __forceinline__ void add(int rank) {
     while (count == kCapacity) look();
     if (!removed) slots[count++ * 32] = rank;
   }
 
   // Whole warps call this. True if the box is kept.
-  __device__ bool wait() {
+  __device__ __forceinline__ bool wait() {
     while (true) {
       look();
       if (__any_sync(0xffffffffu, removed)) return false;
@@ -261,7 +285,8 @@ __device__ inline void nms_advance(
 }
 
 constexpr int kNmsCompactThreads = 1024;
-constexpr int kNmsCompactItems = 8;
+constexpr int kNmsCompactItems = 4;
+constexpr int kNmsCompactBoxes = kNmsCompactThreads * kNmsCompactItems;
 
 struct NmsOutput {
   int64_t* indices;     // [images][pitch]
@@ -272,63 +297,73 @@ struct NmsOutput {
   bool pad;       // with -1 up to pitch
 };
 
-// One block per image lists the kept boxes in score order, 8192 ranks at a time, 8 to a thread.
+// Inclusive sum over the block's threads; sums is shared, and free again after the next barrier.
+__device__ __forceinline__ int2 nms_block_sum(int own, int* sums) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = own;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int left = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= step) sum += left;
+  }
+  if (lane == 31) sums[warp] = sum;
+  __syncthreads();
+  const int other = sums[lane];
+  const int before = __reduce_add_sync(0xffffffffu, lane < warp ? other : 0);
+  const int total = __reduce_add_sync(0xffffffffu, other);
+  return {before + sum, total};
+}
+
+// Lists the kept boxes in score order. A block owns 4096 ranks, four to a thread, and counts what
+// was kept before them by itself: a byte per box, cheaper than another launch or a wait.
 static __global__ void __launch_bounds__(kNmsCompactThreads) nms_compact_kernel(
     const NmsState* states, const int* order, int n, int64_t sorted_pitch, NmsOutput out) {
-  static_assert(kNmsCompactItems == 8);
-  __shared__ int warp_sums[32];
-  const int64_t image = blockIdx.x;
+  static_assert(kNmsCompactItems == 4 && kNmsCompactThreads == 32 * 32);
+  static_assert(kNmsKept == 1 && kNmsRemoved == 2);  // bit 0 says kept
+  __shared__ int sums[2][32];
+  const int blocks = div_up(n, kNmsCompactBoxes);
+  const int64_t image = blockIdx.x / blocks;
+  const int block = blockIdx.x % blocks;
   states += image * sorted_pitch;
   order += image * sorted_pitch;
   int64_t* indices = out.indices + image * out.pitch;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int64_t done = 0;
-  for (int64_t base = 0; base < n && done < out.limit;
-       base += kNmsCompactThreads * kNmsCompactItems) {
-    const int64_t first = base + static_cast<int64_t>(threadIdx.x) * kNmsCompactItems;
-    unsigned kept = 0;
-    if (first < n) {
-      const auto word = *reinterpret_cast<const unsigned long long*>(states + first);
-#pragma unroll
-      for (int k = 0; k < kNmsCompactItems; ++k) {
-        const bool is_kept = (word >> (8 * k) & 0xff) == kNmsKept && first + k < n;
-        kept |= static_cast<unsigned>(is_kept) << k;
-      }
-    }
-    const int own = __popc(kept);
-    int sum = own;
-    for (int step = 1; step < 32; step *= 2) {
-      const int left = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += left;
-    }
-    __syncthreads();  // the previous sums have been read
-    if (lane == 31) warp_sums[warp] = sum;
-    __syncthreads();
-    int warps = warp_sums[lane];
-    for (int step = 1; step < 32; step *= 2) {
-      const int left = __shfl_up_sync(0xffffffffu, warps, step);
-      if (lane >= step) warps += left;
-    }
-    const int total = __shfl_sync(0xffffffffu, warps, 31);
-    const int before = warp == 0 ? 0 : __shfl_sync(0xffffffffu, warps, (warp + 31) % 32);
-    int64_t at = done + before + sum - own;
-#pragma unroll
-    for (int k = 0; k < kNmsCompactItems; ++k) {
-      if (!(kept >> k & 1)) continue;
-      if (at < out.limit) indices[at] = order[first + k];
-      ++at;
-    }
-    done += total;
+
+  const int64_t begin = static_cast<int64_t>(block) * kNmsCompactBoxes;
+  int earlier = 0;
+  const auto* words = reinterpret_cast<const uint4*>(states);
+  for (int64_t w = threadIdx.x; w < begin / 16; w += kNmsCompactThreads) {
+    const uint4 word = words[w];
+    constexpr unsigned kBits = 0x01010101;
+    earlier += __popc(word.x & kBits) + __popc(word.y & kBits) + __popc(word.z & kBits) +
+               __popc(word.w & kBits);
   }
-  if (done > out.limit) done = out.limit;
+  const int64_t before = nms_block_sum(earlier, sums[0]).y;
+
+  const int64_t first = begin + threadIdx.x * kNmsCompactItems;
+  bool kept[kNmsCompactItems];
+  int own = 0;
+#pragma unroll
+  for (int k = 0; k < kNmsCompactItems; ++k) {
+    kept[k] = first + k < n && states[first + k] == kNmsKept;
+    own += kept[k];
+  }
+  const int2 sum = nms_block_sum(own, sums[1]);
+  int64_t at = before + sum.x - own;
+#pragma unroll
+  for (int k = 0; k < kNmsCompactItems; ++k) {
+    if (!kept[k]) continue;
+    if (at < out.limit) indices[at] = order[first + k];
+    ++at;
+  }
+  if (block != blocks - 1) return;
+  const int64_t all = before + sum.y;
+  const int64_t count = all < out.limit ? all : out.limit;
   if (out.pad) {
-    for (int64_t at = done + threadIdx.x; at < out.pitch; at += kNmsCompactThreads) {
-      indices[at] = -1;
-    }
+    for (int64_t i = count + threadIdx.x; i < out.pitch; i += kNmsCompactThreads) indices[i] = -1;
   }
   if (threadIdx.x == 0) {
-    out.count[image] = done;
-    if (out.host_count) *out.host_count = done;
+    out.count[image] = count;
+    if (out.host_count) *out.host_count = count;
   }
 }
 

@@ -27,8 +27,10 @@ struct NmsGeometry {
   double threshold;  // a little lower than the true one
   double cell;       // side of a cell over the upper end of its octave
 
-  explicit NmsGeometry(double true_threshold)
-      : threshold(true_threshold * (1 - 0x1p-18)), cell(std::max(1 - true_threshold, 0.0625)) {}
+  // One class fills its cells: smaller ones then save more tests than they cost visits.
+  NmsGeometry(double true_threshold, bool one_class)
+      : threshold(true_threshold * (1 - 0x1p-18)),
+        cell(std::max(1 - true_threshold, 0.0625) * (one_class ? 0.5 : 1)) {}
 };
 
 struct NmsCells {
@@ -210,8 +212,11 @@ __device__ bool nms_find_suppressor(const NmsSearch<acc>& search,
   const double x = nms_centre(box.x1, box.x2), y = nms_centre(box.y1, box.y2);
   const double slack_x = 0x1p-50 * (fabs(double(box.x1)) + fabs(double(box.x2)));
   const double slack_y = 0x1p-50 * (fabs(double(box.y1)) + fabs(double(box.y2)));
-  const int highest = ilogb(longer / t);
-  for (int level = ilogb(longer * t); level <= highest; ++level) {
+  // The own level first: there a suppressor is likeliest, and a kept one ends the search.
+  const int own = ilogb(longer), lowest = ilogb(longer * t), highest = ilogb(longer / t);
+  for (int step = lowest - 1; step <= highest; ++step) {
+    if (step == own) continue;
+    const int level = step < lowest ? own : step;
     const double upper = scalbn(1 + 0x1p-18, level + 1);
     const double reach_x = nms_reach(width, upper, t), reach_y = nms_reach(height, upper, t);
     if (reach_x < 0 || reach_y < 0) continue;
