@@ -56,7 +56,8 @@ def tf32_error(a: Tensor, b: Tensor, truth: Tensor) -> float:
 def test_error_of_each_precision(shape: tuple[int, int, int], layout: str, device: torch.device) -> None:
     a, b = pair(*shape, layout, device)
     truth = a.double() @ b.double()
-    peer = error(torch.matmul(a, b), truth)
+    # One unit in the last place is always allowed: a peer that splits a sum may be lucky.
+    peer = error(torch.matmul(a, b), truth) + torch.finfo(torch.float32).eps / 2
     bound = {"ieee": 2 * peer, "tf32": max(1.1 * tf32_error(a, b, truth), 2 * peer), "tf32x3": 2 * peer}
     for precision in PRECISIONS:
         assert error(opzoo.matmul(a, b, precision=precision), truth) <= bound[precision], precision
@@ -98,6 +99,27 @@ def test_batches(dtype: torch.dtype, device: torch.device) -> None:
             assert error(out, x.double() @ y.double()) <= limit
 
 
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=str)
+def test_views_that_overlap(dtype: torch.dtype, device: torch.device) -> None:
+    """Small memory behind large shapes: sliding windows, and rows and batches that are all the same."""
+    memory = normal(40000, device=device, dtype=dtype)
+    windows = memory.as_strided((200, 300), (8, 1))
+    b = memory[:30000].view(300, 100)
+    one = memory[:100].view(1, 100).expand(1 << 15, 100)
+    many = memory[:6400].view(64, 1, 1, 100).expand(64, 64, 20, 100)
+    for x, y in (
+        (windows, b),
+        (memory.as_strided((200, 300), (1, 8)), b),
+        (windows, memory.as_strided((300, 100), (1, 1))),
+        (one, b[:100]),
+        (many, memory[:16000].view(1, 8, 100, 20).repeat(1, 8, 1, 1)),
+    ):
+        for precision in PRECISIONS if dtype == torch.float32 else (None,):
+            out = opzoo.matmul(x, y, precision=precision)
+            limit = 2e-6 if dtype == torch.float32 and precision != "tf32" else 4e-3
+            assert error(out[-100:], x[-100:].double() @ (y if y.dim() == 2 else y[-100:]).double()) <= limit
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_nan_and_inf(precision: str, device: torch.device) -> None:
     a, b = pair(256, 384, 512, "nn", device)
@@ -119,8 +141,9 @@ def test_largest_and_smallest_numbers(precision: str, device: torch.device) -> N
         out = opzoo.matmul(torch.full((128, 256), value, device=device), eye, precision=precision)
         assert out.isfinite().all()
         assert ((out.double() / value - 1).abs() <= (1e-3 if precision == "tf32" else 1e-6)).all()
-    huge = torch.full((128, 256), 1e30, device=device)
-    assert (opzoo.matmul(huge, huge.mT.contiguous(), precision=precision) == float("inf")).all()
+    for value in (1e30, 1.7e25, 3e38):  # with remainders of either sign
+        huge = torch.full((128, 256), value, device=device)
+        assert (opzoo.matmul(huge, huge.mT.contiguous(), precision=precision) == float("inf")).all()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

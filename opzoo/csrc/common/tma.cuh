@@ -44,8 +44,13 @@ inline int make_tensor_map(CUtensorMap& map, const TmaTensor& t, int rows) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
     const cudaError_t error = cudaGetDriverEntryPointByVersion(
         "cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t error =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
     const bool usable = error == cudaSuccess && found == cudaDriverEntryPointSuccess;
     return reinterpret_cast<Encode>(usable ? function : nullptr);
   }();

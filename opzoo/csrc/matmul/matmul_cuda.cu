@@ -18,7 +18,8 @@ bool pieces_aligned(const MatmulParams& p,
   bool aligned = other % 4 == 0 &&
                  reinterpret_cast<uintptr_t>(data) % std::min<int64_t>(4 * element_bytes, 16) == 0;
   for (int axis = 0; axis < p.batches.axes; ++axis) {
-    aligned = aligned && p.batches.stride[operand][axis] % 4 == 0;
+    const bool walked = p.batches.size[axis] > 1;
+    aligned = aligned && (!walked || p.batches.stride[operand][axis] % 4 == 0);
   }
   return aligned;
 }
@@ -59,15 +60,16 @@ void launch_tiles(const MatmulPlan& plan, int processors, const int* only_if) {
   matmul_kernel<T, kQuads><<<grid_for(tiles * p.splits, 1), kBlockSize, 0, stream>>>(p, only_if);
   check_launch("matmul");
   if (p.splits > 1) {
-    matmul_reduce_kernel<T><<<grid_for(plan.out.numel()), kBlockSize, 0, stream>>>(
-        static_cast<T*>(p.out),
-        static_cast<const acc_t<T>*>(p.partial),
-        p.batches.numel,
-        p.M,
-        p.N,
-        p.N,
-        p.splits,
-        nullptr);
+    matmul_reduce_kernel<T>
+        <<<matmul_reduce_grid(p.batches.numel * p.M, p.N), kBlockSize, 0, stream>>>(
+            static_cast<T*>(p.out),
+            static_cast<const acc_t<T>*>(p.partial),
+            p.batches.numel,
+            p.M,
+            p.N,
+            p.N,
+            p.splits,
+            nullptr);
     check_launch("matmul");
   }
 }

@@ -11,8 +11,8 @@ namespace opzoo {
 void matmul_by_tiles(const MatmulPlan& plan, const int* only_if = nullptr);
 
 // Hopper's tensor cores (matmul_wgmma_kernel.cuh): fp16, bf16, and fp32 with precision tf32 or
-// tf32x3. False, with nothing launched, where device or build have no such kernel, or an extent
-// does not fit 31 bits.
+// tf32x3. False, with nothing written to the result, where device or build have no such kernel, an
+// extent does not fit 31 bits, or an operand would have to be copied that is too large to.
 bool matmul_by_wgmma(const MatmulPlan& plan);
 
 }  // namespace opzoo

@@ -10,11 +10,12 @@
 namespace opzoo {
 
 // Work mapping of matmul_kernel, for kQuads = 2 (in parentheses 1). A block of 256 threads owns 128
-// x 128 (64 x 64) outputs and walks along k in steps of 16. Its 8 warps lie 2 down, 4 across, and
-// own 64 x 32 (32 x 16) each; the 32 lanes of a warp lie 8 down, 4 across. A thread owns 8 x 8 (4
-// x 4) outputs: quads of 4 x 4, 32 rows and 16 columns apart, so that a warp reads the numbers of
-// one step in pieces of 16 bytes next to each other. Per term of the sum a thread reads 4 such
-// pieces and does 64 multiply-adds: one wavefront of shared memory to 16 instructions.
+// x 128 (64 x 64) outputs and walks along k in steps of 8 (16). Its 8 warps lie 2 down, 4 across,
+// and own 64 x 32 (32 x 16) each; the 32 lanes of a warp lie 8 down, 4 across, two columns of lanes
+// to a half-warp, so that a half-warp reads 8 neighbouring pieces of a and 2 of b. A thread owns 8
+// x 8 (4 x 4) outputs: quads of 4 x 4, 32 rows and 16 columns apart, which keeps what a warp reads
+// at a time contiguous. Per term of the sum a thread reads 4 (2) pieces of 16 bytes and does 64
+// (16) multiply-adds.
 template <int kQuads>
 constexpr int kMatmulTile = 64 * kQuads;
 template <int kQuads>
@@ -117,7 +118,7 @@ __device__ __forceinline__ void matmul_write(Out* target, const acc* sum, int64_
 // numbered in one line; a grid-stride loop covers what the grid does not. Where `only_if` is given,
 // the kernel does nothing unless it points to a value other than 0.
 template <class T, int kQuads>
-__global__ void __launch_bounds__(kBlockSize, kQuads == 2 ? 2 : 1)
+__global__ void __launch_bounds__(kBlockSize)
     matmul_kernel(const __grid_constant__ MatmulTiled p, const int* only_if) {
   using acc = acc_t<T>;
   constexpr int kTile = kMatmulTile<kQuads>;

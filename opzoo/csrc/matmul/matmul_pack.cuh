@@ -34,14 +34,15 @@ __device__ __forceinline__ float round_to_tf32(float value) {
 
 // target[item, part, line, term] = source[item, line, term]: along k without gaps, whatever source
 // looks like. For fp32 part 0 is the tf32 number hi nearest to the element; with kParts = 2 part 1
-// is the one nearest to what is left, and hi + lo has 22 bits of fraction. A NaN or inf has no such
-// sum (inf - inf); then *not_finite becomes 1.
+// is the one nearest to what is left, and hi + lo has 22 bits of fraction (fewer below 2^-103,
+// where lo is subnormal). That fails for NaN and inf (inf - inf), and beyond 2^63, where hi * lo
+// may overflow to an inf of the other sign than hi * hi; then *too_large becomes 1.
 //
 // One block per tile of 64 lines x 64 terms. It is read along the axis on which source is
 // contiguous and written along k, both coalesced, through shared memory with an odd pitch.
 template <class T, int kParts>
 __global__ void __launch_bounds__(kBlockSize)
-    matmul_pack_kernel(const __grid_constant__ MatmulPackParams p, int* not_finite) {
+    matmul_pack_kernel(const __grid_constant__ MatmulPackParams p, int* too_large) {
   __shared__ T tile[kPackTile][kPackTile + (sizeof(T) == 2 ? 2 : 1)];
   const T* source = static_cast<const T*>(p.source);
   T* target = static_cast<T*>(p.target);
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(kBlockSize)
         to[l * p.pitch + fast] = high;
         if constexpr (kParts == 2) {
           to[(p.lines + l) * p.pitch + fast] = round_to_tf32(value - high);
-          if (!(fabsf(value) <= 3.402823466e38f)) *not_finite = 1;
+          if (!(fabsf(value) <= 0x1p63f)) *too_large = 1;  // NaN too
         }
       } else {
         to[l * p.pitch + fast] = value;

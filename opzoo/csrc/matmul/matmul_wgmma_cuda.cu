@@ -40,7 +40,7 @@ WgmmaCut choose_cut(
             waves * (static_cast<double>(div_up<int64_t>(k_blocks, splits)) * stage + tile_end);
         const double partial_bytes = 4.0 * static_cast<double>(M) * static_cast<double>(N) *
                                      static_cast<double>(items) * splits;
-        if (splits > 1) time += 5 + partial_bytes * 2 / 2e6;
+        if (splits > 1) time += 12 + partial_bytes * 2 / 2e6;
         if (splits > 1 && partial_bytes > 256e6) continue;
         if (time < best_time) {
           best_time = time;
@@ -105,8 +105,24 @@ bool view_directly(const MatmulPlan& plan, const OperandView& view, WgmmaOperand
   return true;
 }
 
+// Whether a packed copy is worth its memory: not where it would be beyond 2^30 elements, nor where
+// an expanded operand, which is small in memory, would be written out many times.
+bool may_pack(const MatmulParams& p, const OperandView& view) {
+  double copied = static_cast<double>(view.lines) * static_cast<double>(p.K);
+  double stored = (view.line != 0 ? static_cast<double>(view.lines) : 1.0) *
+                  (view.depth != 0 ? static_cast<double>(p.K) : 1.0);
+  if (has_batch(p, view.which)) {
+    for (int axis = 0; axis < p.batches.axes; ++axis) {
+      const auto size = static_cast<double>(p.batches.size[axis]);
+      copied *= size;
+      if (p.batches.stride[view.which][axis] != 0) stored *= size;
+    }
+  }
+  return copied <= 0x1p22 || (copied <= 0x1p30 && copied <= 4 * stored);
+}
+
 template <class T, int kParts>
-void pack(const MatmulPlan& plan, const OperandView& view, WgmmaOperand& operand, int* not_finite) {
+void pack(const MatmulPlan& plan, const OperandView& view, WgmmaOperand& operand, int* too_large) {
   const MatmulParams& p = plan.params;
   MatmulPackParams q;
   q.source = view.data;
@@ -124,7 +140,7 @@ void pack(const MatmulPlan& plan, const OperandView& view, WgmmaOperand& operand
   const int64_t tiles =
       div_up<int64_t>(q.lines, kPackTile) * div_up<int64_t>(q.terms, kPackTile) * q.items;
   matmul_pack_kernel<T, kParts>
-      <<<grid_for(tiles, 1), kBlockSize, 0, current_stream(plan.out)>>>(q, not_finite);
+      <<<grid_for(tiles, 1), kBlockSize, 0, current_stream(plan.out)>>>(q, too_large);
   check_launch("matmul");
   operand.tensor = {tensor_map_type(plan.dtype),
                     sizeof(T),
@@ -176,11 +192,11 @@ bool launch_wgmma(const MatmulPlan& plan, int sms) {
   }
 
   Tensor flag;
-  int* not_finite = nullptr;
+  int* too_large = nullptr;
   if constexpr (kParts == 2) {
     flag = empty({1}, ScalarType::Int, plan.out);
-    not_finite = mutable_data<int>(flag);
-    check_cuda(cudaMemsetAsync(not_finite, 0, sizeof(int), stream), "matmul");
+    too_large = mutable_data<int>(flag);
+    check_cuda(cudaMemsetAsync(too_large, 0, sizeof(int), stream), "matmul");
   }
   const OperandView views[2] = {{p.a, kMatmulA, p.M, p.a_row, p.a_col},
                                 {p.b, kMatmulB, p.N, p.b_col, p.b_row}};
@@ -195,7 +211,8 @@ bool launch_wgmma(const MatmulPlan& plan, int sms) {
       mapped = make_tensor_map(maps[i], operand.tensor, rows) == 0;
     }
     if (!mapped) {
-      pack<Storage, kParts>(plan, views[i], operand, not_finite);
+      if (!may_pack(p, views[i])) return false;
+      pack<Storage, kParts>(plan, views[i], operand, too_large);
       if (make_tensor_map(maps[i], operand.tensor, lines_per_copy) != 0) return false;
     }
   }
@@ -246,24 +263,23 @@ bool launch_wgmma(const MatmulPlan& plan, int sms) {
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  check_cuda(
-      cudaLaunchKernelEx(
-          &config, kernel, maps[0], maps[1], maps[2], q, static_cast<const int*>(not_finite)),
-      "matmul");
+  check_cuda(cudaLaunchKernelEx(
+                 &config, kernel, maps[0], maps[1], maps[2], q, static_cast<const int*>(too_large)),
+             "matmul");
   if (q.splits > 1) {
-    matmul_reduce_kernel<Storage>
-        <<<grid_for(plan.out.numel()), kBlockSize, 0, stream>>>(static_cast<Storage*>(p.out),
-                                                                q.partial,
-                                                                items,
-                                                                p.M,
-                                                                p.N,
-                                                                q.partial_pitch,
-                                                                q.splits,
-                                                                not_finite);
+    matmul_reduce_kernel<Storage><<<matmul_reduce_grid(items * p.M, p.N), kBlockSize, 0, stream>>>(
+        static_cast<Storage*>(p.out),
+        q.partial,
+        items,
+        p.M,
+        p.N,
+        q.partial_pitch,
+        q.splits,
+        too_large);
     check_launch("matmul");
   }
-  // inf has no hi + lo: with a NaN or inf in an operand the kernels above did nothing, this does.
-  if constexpr (kParts == 2) matmul_by_tiles(plan, not_finite);
+  // With a NaN, inf or too large a number in an operand the kernels above did nothing; this does.
+  if constexpr (kParts == 2) matmul_by_tiles(plan, too_large);
   return true;
 }
 
