@@ -36,7 +36,7 @@ def _tracked() -> list[Path]:
 
 
 TRACKED = _tracked()
-TORCH_FREE_COMMON = {"types", "strided", "bilinear", "boxes", "launch", "atomics"}
+TORCH_FREE_COMMON = {"types", "strided", "bilinear", "boxes", "launch", "atomics", "mbarrier", "tma", "wgmma"}
 
 
 def _torch_free() -> list[Path]:

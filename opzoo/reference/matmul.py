@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor, *, precision: str | None = None) -> Tensor:
     """The matrix product as a sum of outer products, in float32 at least.
 
     Args:
         a: ``Tensor[*, M, K]`` or ``Tensor[K]``.
         b: ``Tensor[*, K, N]`` or ``Tensor[K]``; batch axes broadcast.
+        precision: Taken for the operator's sake; float32 is always multiplied in float32 here.
     """
     row, column = a.dim() == 1, b.dim() == 1
     if row:

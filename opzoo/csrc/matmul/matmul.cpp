@@ -70,8 +70,12 @@ void fold_batch_into_rows(MatmulParams& p) {
 
 }  // namespace
 
-MatmulPlan plan_matmul(const Tensor& a, const Tensor& b) {
+MatmulPlan plan_matmul(const Tensor& a, const Tensor& b, int64_t precision) {
   check_matmul(a, b);
+  OPZOO_CHECK_VALUE(precision >= 0 && precision <= 2,
+                    "matmul",
+                    "precision must be 0 (ieee), 1 (tf32) or 2 (tf32x3), got ",
+                    precision);
   const auto rank = static_cast<int>(a.dim());
   Sizes sizes = sizes_of(a);
   sizes[rank - 1] = b.size(rank - 1);
@@ -79,6 +83,7 @@ MatmulPlan plan_matmul(const Tensor& a, const Tensor& b) {
 
   MatmulPlan plan;
   plan.dtype = a.scalar_type();
+  plan.precision = static_cast<MatmulPrecision>(precision);
   plan.out = empty(sizes, plan.dtype, a);
   MatmulParams& p = plan.params;
   p.M = sizes[rank - 2];
@@ -114,5 +119,5 @@ MatmulPlan plan_matmul(const Tensor& a, const Tensor& b) {
 }  // namespace opzoo
 
 OPZOO_SCHEMAS(m) {
-  m.def("matmul(Tensor a, Tensor b) -> Tensor");
+  m.def("matmul(Tensor a, Tensor b, int precision=0) -> Tensor");
 }

@@ -7,9 +7,10 @@
 //   out   [*, M, N], contiguous, in the dtype of a and b: fp64, fp32, fp16 or bf16
 //
 // Arithmetic: products and sums in fp32 (fp64 for fp64), fused where the machine has a fused
-// multiply-add, rounded to the storage type once. K = 0 gives zeros; M, N and batch axes may be 0.
-// Every term is added, zeros too, so NaN and inf follow IEEE. The order of the sum depends on K
-// alone: deterministic for any number of threads or blocks. No torch in this file.
+// multiply-add, rounded to the storage type once; on a GPU fp32 may take a cheaper precision, see
+// MatmulPrecision. K = 0 gives zeros; M, N and batch axes may be 0. Every term is added, zeros too,
+// so NaN and inf follow IEEE. Deterministic: the order of a sum depends on the CPU on K alone, on a
+// GPU on the shape and the device, never on threads, strides or timing. No torch in this file.
 #pragma once
 
 #include "common/strided.h"

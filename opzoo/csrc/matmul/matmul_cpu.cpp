@@ -174,8 +174,8 @@ void multiply_tile(const MatmulParams& p, int64_t index, Scratch<acc_t<T>>& scra
   }
 }
 
-Tensor matmul_cpu(const Tensor& a, const Tensor& b) {
-  MatmulPlan plan = plan_matmul(a, b);
+Tensor matmul_cpu(const Tensor& a, const Tensor& b, int64_t precision) {
+  MatmulPlan plan = plan_matmul(a, b, precision);
   const MatmulParams& p = plan.params;
   if (plan.out.numel() == 0) return plan.out;
   const int64_t tile_work =
