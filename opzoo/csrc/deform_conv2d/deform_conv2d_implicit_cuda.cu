@@ -31,13 +31,15 @@ struct ImplicitShape {
   int64_t tiles(const DeformConvParams& p) const { return p.N * tiles_y * tiles_x; }
 };
 
-// The rectangle of the tile that needs the fewest tiles for an image, of those the squarest: its
-// pixels share most of what they read.
+// The rectangle of the tile that needs the fewest tiles for an image. Of those the squarest, whose
+// pixels share most of what they read; but a result with pixels fastest is stored in whole sectors
+// only by rows of 16.
 template <bool kWide>
-ImplicitShape<kWide> implicit_shape(const DeformConvParams& p) {
+ImplicitShape<kWide> implicit_shape(const DeformConvParams& p, bool channels_last) {
   using Tile = ImplicitTile<kWide>;
   ImplicitShape<kWide> best;
-  for (const int width_log2 : {3, 4, 2, 5}) {
+  const int preferred = channels_last ? 3 : 4;
+  for (const int width_log2 : {preferred, 7 - preferred, 2, 5}) {
     ImplicitShape<kWide> shape;
     shape.width_log2 = width_log2;
     shape.tiles_x = div_up<int64_t>(p.OW, int64_t{1} << width_log2);
@@ -90,7 +92,7 @@ bool launch_implicit(const DeformConvParams& p,
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
              kOp);
 
-  const ImplicitShape<kWide> shape = implicit_shape<kWide>(p);
+  const ImplicitShape<kWide> shape = implicit_shape<kWide>(p, is_channels_last(out));
   const int64_t columns = shape.column_blocks * Tile::kColumns;
   Tensor tiles = empty({columns, p.rows()}, args.weight.scalar_type(), args.weight);
   const int taps = static_cast<int>(p.taps());
