@@ -111,6 +111,19 @@ __device__ __forceinline__ void tma_load_multicast(
       : "memory");
 }
 
+// Starts a copy of `bytes` consecutive bytes, a multiple of 16 like both addresses, to shared
+// memory; no map is needed.
+__device__ __forceinline__ void bulk_load(void* shared,
+                                          const void* from,
+                                          uint32_t bytes,
+                                          uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      :
+      : "r"(shared_address(shared)), "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
 // Starts a copy from shared memory. The writers of that memory must each have executed
 // fence_async_proxy() before a barrier that this thread has passed.
 __device__ __forceinline__ void tma_store(

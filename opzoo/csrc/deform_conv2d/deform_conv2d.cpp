@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Schema, checks and the order of the steps, chunk by chunk:
-//   forward   columns -> weight @ columns -> out
+//   forward   columns -> weight @ columns -> out, or in one kernel where the device has it
 //   backward  columns -> grad @ columns^T -> grad_weight
 //             weight^T @ grad -> grad_columns -> grad_offset, grad_mask, grad_input
 #include <algorithm>
@@ -307,7 +307,7 @@ Tensor deform_conv2d_forward(const DeformConvDevice& device,
     check_shape(op, "bias", *bias, {p.K});
   }
   Tensor out = empty_image({p.N, p.K, p.OH, p.OW}, dtype, args.input);
-  if (out.numel() == 0) return out;
+  if (out.numel() == 0 || device.run_implicit(p, args, bias, out)) return out;
 
   const int64_t groups = p.weight_groups;
   const Tensor weight = weight_matrix(device, p, args.weight);

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "deform_conv2d/deform_conv2d_implicit_plan.h"
 #include "deform_conv2d/deform_conv2d_kernel.cuh"
 #include "deform_conv2d/deform_conv2d_plan.h"
 
@@ -23,6 +24,13 @@ class DeformConvCuda final : public DeformConvDevice {
  public:
   ScalarType column_dtype(ScalarType storage) const override { return storage; }
   int64_t workspace_bytes() const override { return int64_t{64} << 20; }
+
+  bool run_implicit(const DeformConvParams& p,
+                    const DeformConvArgs& args,
+                    const OptionalTensor& bias,
+                    Tensor& out) const override {
+    return run_deform_conv2d_implicit(p, args, bias, out);
+  }
 
   void sample_columns(const DeformConvParams& p,
                       ScalarType dtype,

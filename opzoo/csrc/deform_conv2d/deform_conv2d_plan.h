@@ -36,6 +36,14 @@ class DeformConvDevice {
   // What the matrices of one chunk may take together.
   virtual int64_t workspace_bytes() const = 0;
 
+  // The whole forward without columns, where the device has a kernel for it and the shapes allow
+  // that one; false, and nothing done, elsewhere.
+  virtual bool run_implicit(const DeformConvParams& p,
+                            const DeformConvArgs& args,
+                            const OptionalTensor& bias,
+                            Tensor& out) const {
+    return false;
+  }
   // columns = mask * bilinear(input).
   virtual void sample_columns(const DeformConvParams& p,
                               ScalarType dtype,
