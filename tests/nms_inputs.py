@@ -12,18 +12,18 @@ EXACT_THRESHOLDS = (0, 0.5, 1)  # a float IoU on the threshold decides alike in 
 NAN, INF = float("nan"), float("inf")
 
 
-def _touching(n: int) -> Tensor:
+def touching(n: int) -> Tensor:
     x = torch.arange(n, dtype=torch.float32) % 10 * 8
     y = torch.arange(n, dtype=torch.float32).div(10, rounding_mode="floor") % 7 * 8
     return torch.stack([x, y, x + 8, y + 8], 1)
 
 
-def _nested(n: int) -> Tensor:
+def nested(n: int) -> Tensor:
     inset = torch.arange(n) % 50 * 0.9
     return torch.stack([inset, inset, 100 - inset, 100 - inset], 1)
 
 
-def _integer_grid(n: int) -> Tensor:
+def integer_grid(n: int) -> Tensor:
     corner, size = torch.randint(0, 12, (n, 2)), torch.randint(1, 9, (n, 2))
     return torch.cat([corner, corner + size], 1).float()
 
@@ -36,13 +36,13 @@ def _uniform(n: int) -> Tensor:
 LAYOUTS = {
     "clustered": lambda n: detector_boxes(n, 800, 1333),
     "uniform": _uniform,
-    "touching": _touching,
-    "nested": _nested,
+    "touching": touching,
+    "nested": nested,
     "identical": lambda n: torch.tensor([3.0, 4.0, 9.0, 11.0]).repeat(n, 1),
     "negative": lambda n: detector_boxes(n, 800, 1333) - 900,
     "million-pixels": lambda n: detector_boxes(n, 1e6, 1e6),
     "sub-pixel": lambda n: detector_boxes(n, 1e-3, 1e-3),
-    "integer-grid": _integer_grid,
+    "integer-grid": integer_grid,
     "empty-and-inverted": lambda n: detector_boxes(n, 60, 60) + torch.randint(-9, 2, (n, 4)),
 }
 

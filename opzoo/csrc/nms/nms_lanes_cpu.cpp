@@ -17,16 +17,10 @@
 #include <algorithm>
 #include <limits>
 
+#include "common/lanes_cpu.h"
+
 namespace opzoo {
 namespace {
-
-// Compiled twice, the right one picked when the library loads.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define OPZOO_NMS_KERNEL __attribute__((target_clones("avx2", "default"), noinline))
-#else
-#define OPZOO_NMS_KERNEL
-#endif
-#define OPZOO_NMS_INLINE __attribute__((always_inline)) inline
 
 template <class acc>
 struct Columns {
@@ -45,17 +39,17 @@ struct Columns {
 };
 
 template <class acc>
-OPZOO_NMS_INLINE acc larger(acc a, acc b) {
+OPZOO_LANES_INLINE acc larger(acc a, acc b) {
   return a < b ? b : a;
 }
 template <class acc>
-OPZOO_NMS_INLINE acc smaller(acc a, acc b) {
+OPZOO_LANES_INLINE acc smaller(acc a, acc b) {
   return b < a ? b : a;
 }
 
 // False only where the IoU is not above the threshold.
 template <class acc>
-OPZOO_NMS_INLINE Flag<acc> may_overlap(
+OPZOO_LANES_INLINE Flag<acc> may_overlap(
     const Columns<acc>& boxes, int64_t j, const Box<acc>& box, acc area, acc threshold) {
   const acc width = smaller(box.x2, boxes.x2[j]) - larger(box.x1, boxes.x1[j]);
   const acc height = smaller(box.y2, boxes.y2[j]) - larger(box.y1, boxes.y1[j]);
@@ -65,7 +59,7 @@ OPZOO_NMS_INLINE Flag<acc> may_overlap(
 }
 
 template <class acc>
-OPZOO_NMS_INLINE Flag<acc> overlaps(
+OPZOO_LANES_INLINE Flag<acc> overlaps(
     const Columns<acc>& boxes, int64_t j, const Box<acc>& box, acc area, acc threshold) {
   const Box<acc> other{boxes.x1[j], boxes.y1[j], boxes.x2[j], boxes.y2[j]};
   return box_iou(box, area, other, boxes.area[j]) > threshold;
@@ -73,12 +67,12 @@ OPZOO_NMS_INLINE Flag<acc> overlaps(
 
 // One plain loop each over separate arrays, without a branch, so that the compiler vectorises it.
 template <class acc>
-OPZOO_NMS_INLINE void suppress_run(const Columns<acc>& boxes,
-                                   int64_t count,
-                                   const Box<acc>& box,
-                                   acc area,
-                                   acc threshold,
-                                   Flag<acc>* __restrict__ removed) {
+OPZOO_LANES_INLINE void suppress_run(const Columns<acc>& boxes,
+                                     int64_t count,
+                                     const Box<acc>& box,
+                                     acc area,
+                                     acc threshold,
+                                     Flag<acc>* __restrict__ removed) {
   Flag<acc> any = 0;
   for (int64_t j = 0; j < count; ++j) {
     any |= may_overlap(boxes, j, box, area, threshold) & (removed[j] ^ 1);
@@ -88,13 +82,13 @@ OPZOO_NMS_INLINE void suppress_run(const Columns<acc>& boxes,
 }
 
 template <class acc>
-OPZOO_NMS_INLINE void suppress_of(const BoxArrays<acc>& boxes,
-                                  int64_t begin,
-                                  int64_t end,
-                                  const Box<acc>& box,
-                                  acc area,
-                                  acc threshold,
-                                  Flag<acc>* removed) {
+OPZOO_LANES_INLINE void suppress_of(const BoxArrays<acc>& boxes,
+                                    int64_t begin,
+                                    int64_t end,
+                                    const Box<acc>& box,
+                                    acc area,
+                                    acc threshold,
+                                    Flag<acc>* removed) {
   int64_t j = begin;
   for (; j + kTileBoxes <= end; j += kTileBoxes) {
     suppress_run(Columns<acc>(boxes, j), kTileBoxes, box, area, threshold, removed + j);
@@ -103,7 +97,7 @@ OPZOO_NMS_INLINE void suppress_of(const BoxArrays<acc>& boxes,
 }
 
 template <class acc>
-OPZOO_NMS_INLINE int64_t first_overlap_of(
+OPZOO_LANES_INLINE int64_t first_overlap_of(
     const BoxArrays<acc>& boxes, int64_t end, const Box<acc>& box, acc area, acc threshold) {
   for (int64_t run = 0; run < end; run += kTileBoxes) {
     const Columns<acc> columns(boxes, run);
@@ -120,12 +114,12 @@ OPZOO_NMS_INLINE int64_t first_overlap_of(
 
 // Writes the numbers of the rows that may overlap a box within the bounds; returns how many.
 template <class acc>
-OPZOO_NMS_INLINE int64_t pick_rows(const Columns<acc>& rows,
-                                   int64_t count,
-                                   const Bounds<acc>& bounds,
-                                   acc threshold,
-                                   Flag<acc>* __restrict__ flags,
-                                   Flag<acc>* __restrict__ picked) {
+OPZOO_LANES_INLINE int64_t pick_rows(const Columns<acc>& rows,
+                                     int64_t count,
+                                     const Bounds<acc>& bounds,
+                                     acc threshold,
+                                     Flag<acc>* __restrict__ flags,
+                                     Flag<acc>* __restrict__ picked) {
   const acc below = threshold * acc(1 - 0x1p-16);
   for (int64_t i = 0; i < count; ++i) {
     const acc width = smaller(rows.x2[i], bounds.x2) - larger(rows.x1[i], bounds.x1);
@@ -143,13 +137,13 @@ OPZOO_NMS_INLINE int64_t pick_rows(const Columns<acc>& rows,
 }
 
 template <class acc>
-OPZOO_NMS_INLINE void suppress_group_of(Tiles<acc>& tiles,
-                                        int64_t group,
-                                        const BoxArrays<acc>& rows,
-                                        int64_t count,
-                                        acc threshold,
-                                        BoxArrays<acc>& near,
-                                        Flag<acc>* scratch) {
+OPZOO_LANES_INLINE void suppress_group_of(Tiles<acc>& tiles,
+                                          int64_t group,
+                                          const BoxArrays<acc>& rows,
+                                          int64_t count,
+                                          acc threshold,
+                                          BoxArrays<acc>& near,
+                                          Flag<acc>* scratch) {
   if (tiles.tiles_gone[group] == kGroupTiles) return;
   Flag<acc>* const picked = scratch + count;
   const int64_t near_count =
@@ -221,28 +215,28 @@ void Tiles<acc>::bound() {
 #define OPZOO_NMS_DEFINE(acc)                                                                   \
   template struct Tiles<acc>;                                                                   \
   template <>                                                                                   \
-  OPZOO_NMS_KERNEL void suppress<acc>(const BoxArrays<acc>& boxes,                              \
-                                      int64_t begin,                                            \
-                                      int64_t end,                                              \
-                                      const Box<acc>& box,                                      \
-                                      acc area,                                                 \
-                                      acc threshold,                                            \
-                                      Flag<acc>* removed) {                                     \
+  OPZOO_LANES_KERNEL void suppress<acc>(const BoxArrays<acc>& boxes,                            \
+                                        int64_t begin,                                          \
+                                        int64_t end,                                            \
+                                        const Box<acc>& box,                                    \
+                                        acc area,                                               \
+                                        acc threshold,                                          \
+                                        Flag<acc>* removed) {                                   \
     suppress_of(boxes, begin, end, box, area, threshold, removed);                              \
   }                                                                                             \
   template <>                                                                                   \
-  OPZOO_NMS_KERNEL int64_t first_overlap<acc>(                                                  \
+  OPZOO_LANES_KERNEL int64_t first_overlap<acc>(                                                \
       const BoxArrays<acc>& boxes, int64_t end, const Box<acc>& box, acc area, acc threshold) { \
     return first_overlap_of(boxes, end, box, area, threshold);                                  \
   }                                                                                             \
   template <>                                                                                   \
-  OPZOO_NMS_KERNEL void suppress_group<acc>(Tiles<acc> & tiles,                                 \
-                                            int64_t group,                                      \
-                                            const BoxArrays<acc>& rows,                         \
-                                            int64_t count,                                      \
-                                            acc threshold,                                      \
-                                            BoxArrays<acc>& near,                               \
-                                            Flag<acc>* scratch) {                               \
+  OPZOO_LANES_KERNEL void suppress_group<acc>(Tiles<acc> & tiles,                               \
+                                              int64_t group,                                    \
+                                              const BoxArrays<acc>& rows,                       \
+                                              int64_t count,                                    \
+                                              acc threshold,                                    \
+                                              BoxArrays<acc>& near,                             \
+                                              Flag<acc>* scratch) {                             \
     suppress_group_of(tiles, group, rows, count, threshold, near, scratch);                     \
   }
 OPZOO_NMS_DEFINE(float)

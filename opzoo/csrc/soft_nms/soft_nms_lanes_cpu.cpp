@@ -7,16 +7,10 @@
 
 #include "soft_nms/soft_nms_lanes_cpu.h"
 
+#include "common/lanes_cpu.h"
+
 namespace opzoo {
 namespace {
-
-// Compiled twice, the right one picked when the library loads.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define OPZOO_LANES_KERNEL __attribute__((target_clones("avx2", "default"), noinline))
-#else
-#define OPZOO_LANES_KERNEL
-#endif
-#define OPZOO_LANES_INLINE __attribute__((always_inline)) inline
 
 // Loops without a branch over separate arrays, so that the compiler vectorises them.
 template <SoftNmsMethod kMethod, class acc>
