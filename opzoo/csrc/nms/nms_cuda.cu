@@ -12,6 +12,9 @@ namespace {
 // cells take over where their dozen launches are the smaller cost.
 constexpr int64_t kDenseBoxes = 8192;
 constexpr int64_t kStatesAlignment = 16;  // states are read 16 bytes at a time
+// So many blocks run at once on a large GPU. With no more, stopping early at max_output saves
+// nothing, and the blocks' reports would cost more than the rest.
+constexpr int64_t kBlocksAtOnce = 1024;
 // Images go through in groups of about this many boxes, which bounds the memory.
 constexpr int64_t kGroupBoxes = int64_t(1) << 24;
 
@@ -114,8 +117,10 @@ struct DenseRun {
                 in, arrays.sorted, arrays.progress, blocks, threshold);
       });
       check_launch(plan.op);
+      const int64_t max_output =
+          int64_t(images) * blocks > kBlocksAtOnce ? plan.max_output : plan.n;
       nms_dense_kernel<acc><<<images * blocks, kNmsDenseWarps * 32, 0, stream>>>(
-          arrays.sorted, arrays.progress, n, plan.max_output, threshold);
+          arrays.sorted, arrays.progress, n, max_output, threshold);
       check_launch(plan.op);
       nms_compact_kernel<<<images * div_up(n, kNmsCompactBoxes), kNmsCompactThreads, 0, stream>>>(
           arrays.sorted.states, arrays.sorted.order, n, arrays.sorted.pitch, output_at(out, image));

@@ -228,8 +228,7 @@ __device__ __forceinline__ bool nms_overlaps(
 }
 
 // The suppressors of a box whose states are not known yet, a short list per lane in shared memory.
-// States are looked at when a list is full and at the end, not at each find: that is a round trip
-// to L2, and most are still undecided at first.
+// A full list is waited on until a place is free; the box's own warp must not be in it.
 struct NmsPending {
   static constexpr int kCapacity = 8;
 
