@@ -27,8 +27,17 @@ class Calls:
     ``gradients`` are those of the sum of the output.
     """
 
-    def __init__(self, call: Callable[..., Tensor], inputs: Any, wanted: Any, output: Any, gradients: Any) -> None:
+    def __init__(
+        self,
+        call: Callable[..., Tensor],
+        inputs: Any,
+        wanted: Any,
+        output: Any,
+        gradients: Any,
+        compiles: bool = True,
+    ) -> None:
         self.call, self.inputs, self.wanted, self.output, self.gradients = call, inputs, wanted, output, gradients
+        self.compiles = compiles
 
 
 def _ramp(*shape: int) -> Tensor:
@@ -59,12 +68,54 @@ CHECKS: dict[str, Calls] = {
         torch.full((1, 1, 1, 1), 7.5),
         (torch.nn.functional.pad(torch.full((1, 1, 2, 2), 0.25), (1, 1, 1, 1)),),
     ),
+    # The same from the first map of two: a box of side 2 belongs to the map of scale 1.
+    "multi_scale_roi_align": Calls(
+        lambda fine, coarse, boxes: opzoo.multi_scale_roi_align(
+            [fine, coarse], boxes, 1, [1.0, 0.5], 1, True, canonical_scale=2, canonical_level=0
+        ),
+        (_ramp(1, 1, 4, 4), torch.ones(1, 1, 2, 2), torch.tensor([[0.0, 1, 1, 3, 3]])),
+        (0, 1),
+        torch.full((1, 1, 1, 1), 7.5),
+        (torch.nn.functional.pad(torch.full((1, 1, 2, 2), 0.25), (1, 1, 1, 1)), torch.zeros(1, 1, 2, 2)),
+    ),
     # IoU of the first two is 0.5, which does not exceed the threshold; the third repeats the first.
     "nms": Calls(
         lambda boxes, scores: opzoo.nms(boxes, scores, 0.5),
         (torch.tensor([[0.0, 0, 2, 1], [0, 0, 1, 1], [0, 0, 2, 1]]), torch.tensor([0.5, 0.75, 0.25])),
         (),
         torch.tensor([1, 0]),
+        (),
+    ),
+    "nms_padded": Calls(
+        lambda boxes, scores: opzoo.nms_padded(boxes, scores, 0.5, 3)[0],
+        (torch.tensor([[0.0, 0, 2, 1], [0, 0, 1, 1], [0, 0, 2, 1]]), torch.tensor([0.5, 0.75, 0.25])),
+        (),
+        torch.tensor([1, 0, -1]),
+        (),
+    ),
+    "nms_match": Calls(
+        lambda boxes, scores: torch.cat(opzoo.nms_match(boxes, scores, 0.5)),
+        (torch.tensor([[0.0, 0, 2, 1], [0, 0, 1, 1], [0, 0, 2, 1]]), torch.tensor([0.5, 0.75, 0.25])),
+        (),
+        torch.tensor([1, 0, 2]),
+        (),
+        compiles=False,  # the number of groups is data
+    ),
+    # "naive" lowers to 0 what nms drops.
+    "soft_nms": Calls(
+        lambda boxes, scores: opzoo.soft_nms(boxes, scores, 0.75, method="naive")[0],
+        (torch.tensor([[0.0, 0, 2, 1], [0, 0, 1, 1], [0, 0, 2, 1]]), torch.tensor([0.5, 0.75, 0.25])),
+        (),
+        torch.tensor([0.75, 0.5]),
+        (),
+    ),
+    "batched_soft_nms": Calls(
+        lambda boxes, scores: opzoo.batched_soft_nms(
+            boxes, scores, torch.tensor([0, 1, 0]).to(boxes.device), 0.5, method="naive"
+        )[0],
+        (torch.tensor([[-3.0, -3, -1, -1]]).repeat(3, 1), torch.tensor([0.5, 0.75, 0.25])),
+        (),
+        torch.tensor([0.75, 0.5]),
         (),
     ),
     "batched_nms": Calls(
@@ -149,7 +200,8 @@ def main() -> int:
                 (str(dtype).removeprefix("torch."), lambda n=name, d=device, t=dtype: check(n, d, t))
                 for dtype in DTYPES
             ]
-            runs.append(("compiled", lambda n=name, d=device: check(n, d, torch.float32, compiled)))
+            if CHECKS[name].compiles:
+                runs.append(("compiled", lambda n=name, d=device: check(n, d, torch.float32, compiled)))
             for label, run in runs:
                 try:
                     run()
