@@ -6,27 +6,17 @@ namespace opzoo {
 namespace {
 
 // What lies where in the workspace, each part on a 16-byte boundary.
-template <class T>
+template <class acc>
 struct PatchWorkspace {
-  using acc = acc_t<T>;
-  int64_t bin_channels;  // of grad, or of its copy
-  bool packed;
-  int64_t reach, images, rois, grad, bytes;
+  int64_t row_channels;
+  int64_t reach, images, rois, folded, bytes = 0;
 
-  PatchWorkspace(const RoIAlignParams& p, const T* grad_data) {
-    constexpr int64_t kVector = kVectorChannels<T>;
-    const int64_t (&stride)[4] = p.pooled_stride;
-    bin_channels = div_up(p.channels, kVector) * kVector;
-    packed = bin_channels != p.channels || reinterpret_cast<uintptr_t>(grad_data) % 16 != 0 ||
-             stride[kRoIChannel] != 1 || stride[kRoIColumn] != p.channels ||
-             stride[kRoIRow] != p.channels * p.pooled_width ||
-             stride[kRoIBatch] != p.channels * p.pooled_width * p.pooled_height;
-    bytes = 0;
+  explicit PatchWorkspace(const RoIAlignParams& p) {
+    row_channels = div_up<int64_t>(p.channels, kVectorChannels<acc>) * kVectorChannels<acc>;
     reach = take(p.rois, sizeof(PatchReach));
     images = take(p.rois, sizeof(int64_t));
     rois = take(p.rois, sizeof(PatchRoI<acc>));
-    const int64_t bins = p.rois * p.pooled_height * p.pooled_width;
-    grad = take(packed ? bins * bin_channels : 0, sizeof(T));
+    folded = take(p.rois * p.pooled_height * p.pooled_width * row_channels, sizeof(acc));
   }
 
  private:
@@ -37,15 +27,14 @@ struct PatchWorkspace {
   }
 };
 
-template <class T>
-PatchPlan make_patch_plan(const RoIAlignPyramid& pyramid, int64_t bin_channels) {
+PatchPlan make_patch_plan(const RoIAlignPyramid& pyramid, int64_t row_channels) {
   PatchPlan plan{};
   plan.levels = pyramid.levels;
   plan.rois = pyramid.level[0].rois;
   plan.channels = pyramid.level[0].channels;
   plan.pooled_height = static_cast<int>(pyramid.level[0].pooled_height);
   plan.pooled_width = static_cast<int>(pyramid.level[0].pooled_width);
-  plan.bin_channels = bin_channels;
+  plan.row_channels = row_channels;
   int64_t images = 0;
   for (int level = 0; level < pyramid.levels; ++level) {
     const RoIAlignParams& p = pyramid.level[level];
@@ -65,31 +54,40 @@ PatchPlan make_patch_plan(const RoIAlignPyramid& pyramid, int64_t bin_channels) 
 }
 
 template <class T>
-void pack(const RoIAlignParams& p,
-          int64_t packed_channels,
+void fold(const RoIAlignParams& p,
+          int64_t row_channels,
+          const PatchRoI<acc_t<T>>* rois,
+          const int64_t* images,
           const T* grad,
-          T* packed,
+          acc_t<T>* folded,
           cudaStream_t stream) {
+  using acc = acc_t<T>;
+  constexpr int64_t kMaxBins = kFoldBins * kFoldBins;
   const int64_t bins = p.pooled_height * p.pooled_width;
-  const int64_t blocks = p.rois * div_up<int64_t>(bins, kPackBins) *
-                         div_up<int64_t>(packed_channels, kPackChannels<T>);
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks, 0x7fffffff));
-  const auto bytes =
-      static_cast<size_t>(std::min<int64_t>(bins, kPackBins)) * kPackPitch<T> * sizeof(T);
+  // Two shares of the channels, more where the RoIs are few: a share computes the weights anew.
+  constexpr int64_t kBlocksWanted = 2048;
+  const int64_t blocks = p.rois * div_up<int64_t>(bins, kMaxBins);
+  const int64_t shares = std::min({div_up<int64_t>(row_channels, kFoldChannels<acc>),
+                                   std::max<int64_t>(div_up<int64_t>(kBlocksWanted, blocks), 2),
+                                   int64_t{65535}});
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(blocks, 0x7fffffff)),
+                  static_cast<unsigned>(shares));
+  const auto bytes = static_cast<size_t>(std::min<int64_t>(bins, kMaxBins)) *
+                     (kFoldChannels<acc> + kVectorChannels<acc>)*sizeof(acc);
   if (p.pooled_stride[kRoIChannel] == 1) {
-    roi_align_pack_kernel<T, true>
-        <<<grid, kBlockSize, bytes, stream>>>(p, packed_channels, grad, packed);
+    roi_align_fold_kernel<T, true>
+        <<<grid, kBlockSize, bytes, stream>>>(p, row_channels, rois, images, grad, folded);
   } else {
-    roi_align_pack_kernel<T, false>
-        <<<grid, kBlockSize, bytes, stream>>>(p, packed_channels, grad, packed);
+    roi_align_fold_kernel<T, false>
+        <<<grid, kBlockSize, bytes, stream>>>(p, row_channels, rois, images, grad, folded);
   }
 }
 
 }  // namespace
 
 template <class T>
-int64_t average_backward_workspace(const RoIAlignPyramid& pyramid, const T* grad) {
-  return PatchWorkspace<T>(pyramid.level[0], grad).bytes;
+int64_t average_backward_workspace(const RoIAlignPyramid& pyramid, const T*) {
+  return PatchWorkspace<acc_t<T>>(pyramid.level[0]).bytes;
 }
 
 template <class T>
@@ -99,26 +97,23 @@ void launch_average_backward(const RoIAlignPyramid& pyramid,
                              cudaStream_t stream) {
   using acc = acc_t<T>;
   const RoIAlignParams& p = pyramid.level[0];
-  const PatchWorkspace<T> parts(p, grad);
-  const PatchPlan plan = make_patch_plan<T>(pyramid, parts.bin_channels);
+  const PatchWorkspace<acc> parts(p);
+  const PatchPlan plan = make_patch_plan(pyramid, parts.row_channels);
   if (plan.tiles == 0 || p.channels == 0) return;
   char* base = static_cast<char*>(workspace);
   auto* reach = reinterpret_cast<PatchReach*>(base + parts.reach);
   auto* images = reinterpret_cast<int64_t*>(base + parts.images);
   auto* rois = reinterpret_cast<PatchRoI<acc>*>(base + parts.rois);
+  auto* folded = reinterpret_cast<acc*>(base + parts.folded);
   if (p.rois > 0) {
     roi_align_patch_reach_kernel<acc>
         <<<grid_for(p.rois, 64), 64, 0, stream>>>(pyramid, plan, rois, reach, images);
-    if (parts.packed) {
-      T* packed = reinterpret_cast<T*>(base + parts.grad);
-      pack(p, parts.bin_channels, grad, packed, stream);
-      grad = packed;
-    }
+    fold(p, parts.row_channels, rois, images, grad, folded, stream);
   }
-  const int64_t blocks = plan.tiles * div_up<int64_t>(p.channels, kWarpChannels<T>);
+  const int64_t blocks = plan.tiles * div_up<int64_t>(p.channels, kWarpChannels<acc>);
   const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks, 0x7fffffff));
   roi_align_patch_backward_kernel<T>
-      <<<grid, kTileThreads, 0, stream>>>(plan, rois, reach, images, grad);
+      <<<grid, kTileThreads, 0, stream>>>(plan, rois, reach, images, folded);
 }
 
 #define OPZOO_ROI_ALIGN_AVERAGE_BACKWARD(T)                                         \

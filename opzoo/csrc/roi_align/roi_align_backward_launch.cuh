@@ -10,9 +10,9 @@
 
 namespace opzoo {
 
-// Bytes of scratch launch_average_backward wants: a table of the RoIs, and a copy of grad unless
-// that is dense channels_last with whole 16-byte vectors. A function of the arguments alone, no
-// device is asked.
+// Bytes of scratch launch_average_backward wants: a table of the RoIs, and grad folded in fp32
+// (fp64), which takes at most its number of elements with whole 16-byte vectors of channels. A
+// function of the sizes alone, no device is asked.
 template <class T>
 int64_t average_backward_workspace(const RoIAlignPyramid& pyramid, const T* grad);
 
