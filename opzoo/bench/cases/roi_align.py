@@ -93,6 +93,11 @@ def cases(device_type: str) -> list[Case]:
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
         for channels_last in (False, True)
         for pooled, ratio in settings
+    ] + [
+        _case((2, 256, 200, 304), count, 7, 2, dtype, channels_last)
+        for dtype in (torch.float32, torch.float16)
+        for channels_last in (False, True)
+        for count in (10, 100)
     ]
 
 
