@@ -286,7 +286,7 @@ def test_touched_pixels_match_painting_the_boxes() -> None:
     painted = torch.zeros(2, 25, 38, dtype=torch.bool)
     for image, x1, y1, x2, y2 in (rois * torch.tensor([1, 0.25, 0.25, 0.25, 0.25])).tolist():
         painted[int(image), int(y1) : -int(-y2 // 1), int(x1) : -int(-x2 // 1)] = True
-    assert roi_align_cases._touched_pixels(torch.Size((2, 8, 25, 38)), rois) == int(painted.sum())
+    assert roi_align_cases.touched_pixels(torch.Size((2, 8, 25, 38)), rois) == int(painted.sum())
 
 
 def test_gate_accepts_the_real_operator_in_half() -> None:

@@ -67,7 +67,7 @@ class MatMul(nn.Module):
         return matmul(a, b, precision=self.precision)
 
     def extra_repr(self) -> str:
-        return "" if self.precision is None else f"precision={self.precision!r}"
+        return f"precision={self.precision!r}"
 
 
 def _precision_of(a: Tensor, precision: str | None) -> int:

@@ -1,53 +1,129 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "roi_align/roi_align_cuda_plan.h"
-#include "roi_align/roi_align_forward_kernel.cuh"
+// Which kernels pool, and in what shape. No torch here.
 #include "roi_align/roi_align_forward_launch.cuh"
+#include "roi_align/roi_align_forward_scratch.cuh"
 
 namespace opzoo {
 namespace {
 
-constexpr int kMaxShared =
-    46 * 1024;  // what a block gets without asking, less the kernels' own arrays
-constexpr int kBandBytes = 8 * 1024;  // per axis, for a grid that only the device knows
+constexpr int64_t kLimit32 = int64_t{1} << 31;
+constexpr int64_t kBandBytes = 4 * 1024;     // per axis
+constexpr int64_t kStagedBytes = 40 * 1024;  // with the bands, what a block gets without asking
+constexpr int kBlockThreads = 256;
+// Threads of the rows kernel that keep a large GPU busy while blocks of very different work end.
+constexpr int64_t kThreadsWanted = 1 << 19;
+// From this many RoIs on, copying what they touch is cheaper than reading each pixel of a
+// contiguous map on its own.
+constexpr int64_t kScratchRoIs = 32;
 
-// The bands kernels address one image with 32-bit offsets.
+// The kernels over bands address one image with 32-bit offsets.
 bool takes_bands(const RoIAlignParams& p) {
-  constexpr int64_t kLimit = int64_t{1} << 31;
   if (p.pooled_height > kMaxBands || p.pooled_width > kMaxBands) return false;
-  if (p.rois >= kLimit || p.channels >= kLimit / (p.pooled_height * p.pooled_width)) return false;
+  if (p.rois >= kLimit32 || p.channels >= kLimit32 / (p.pooled_height * p.pooled_width)) {
+    return false;
+  }
   const double extent =
       1.0 + static_cast<double>(p.height - 1) * static_cast<double>(p.map_stride[kRoIRow]) +
       static_cast<double>(p.width - 1) * static_cast<double>(p.map_stride[kRoIColumn]);
-  return extent < static_cast<double>(kLimit) && p.height < kLimit && p.width < kLimit;
+  return extent < static_cast<double>(kLimit32) && p.height < kLimit32 && p.width < kLimit32;
+}
+
+bool starts_on(const void* map, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(map) % static_cast<uintptr_t>(bytes) == 0;
 }
 
 // channels_last with 16-byte vectors: every pixel starts on a 16-byte boundary.
 template <class T>
-bool takes_vectors(const RoIAlignParams& p, const void* input) {
+bool takes_vectors(const RoIAlignParams& p, const void* map) {
   constexpr int64_t kVector = kVectorOf<T>;
-  return takes_bands(p) && p.map_stride[kRoIChannel] == 1 && p.channels % kVector == 0 &&
+  return p.map_stride[kRoIChannel] == 1 && p.channels % kVector == 0 &&
          p.map_stride[kRoIBatch] % kVector == 0 && p.map_stride[kRoIRow] % kVector == 0 &&
-         p.map_stride[kRoIColumn] % kVector == 0 && reinterpret_cast<uintptr_t>(input) % 16 == 0;
+         p.map_stride[kRoIColumn] % kVector == 0 && starts_on(map, 16);
 }
 
-// Entries per bin. A bin of more gets the sample loop.
+// Whether a strip can be read in vectors of pixels.
+template <class T>
+bool takes_pixels(const RoIAlignParams& p, const void* map) {
+  constexpr int64_t kPixels = kPixelsOf<T>;
+  return p.map_stride[kRoIColumn] == 1 && p.map_stride[kRoIBatch] % kPixels == 0 &&
+         p.map_stride[kRoIRow] % kPixels == 0 && p.map_stride[kRoIChannel] % kPixels == 0 &&
+         starts_on(map, kPixels * static_cast<int64_t>(sizeof(T)));
+}
+
+// Entries per bin. A RoI with a bin of more gets the sample loop.
 template <class acc>
 int band_capacity(const RoIAlignParams& p, int64_t bins, int64_t size) {
   const int64_t room = kBandBytes / static_cast<int64_t>(bins * sizeof(BandEntry<acc>));
   const int64_t wanted = p.sampling_ratio > 0 ? std::min(2 * p.sampling_ratio, size) : size;
-  const int64_t batches =
-      std::max<int64_t>(std::min(room, wanted + kBandBatch - 1) / kBandBatch, 1);
-  return static_cast<int>(batches * kBandBatch);
+  const int64_t batches = std::max<int64_t>(std::min(room, wanted + kRowBatch - 1) / kRowBatch, 1);
+  return static_cast<int>(batches * kRowBatch);
+}
+
+template <class acc>
+BandCapacity capacity_of(const RoIAlignPyramid& pyramid) {
+  int64_t height = 0;
+  int64_t width = 0;
+  for (int level = 0; level < pyramid.levels; ++level) {
+    height = std::max(height, pyramid.level[level].height);
+    width = std::max(width, pyramid.level[level].width);
+  }
+  const RoIAlignParams& p = pyramid.level[0];
+  return {band_capacity<acc>(p, p.pooled_height, height),
+          band_capacity<acc>(p, p.pooled_width, width)};
 }
 
 template <class T>
-void launch_channels_last(const RoIAlignPyramid& pyramid, T* output, cudaStream_t stream) {
-  using acc = acc_t<T>;
+RowsShape rows_shape(const RoIAlignPyramid& pyramid, bool staged, bool vectors) {
   const RoIAlignParams& p = pyramid.level[0];
-  const int rows = band_capacity<acc>(p, p.pooled_height, p.height);
-  const int columns = band_capacity<acc>(p, p.pooled_width, p.width);
-  const auto bytes = (p.pooled_height * rows + p.pooled_width * columns) * sizeof(BandEntry<acc>);
-  // 256 bytes of channels per block (see the kernel). Few RoIs are split over their bins as well.
+  const int64_t bins = p.pooled_height * p.pooled_width;
+  const int64_t lines = div_up<int64_t>(p.channels, kVectorOf<T>);
+  RowsShape shape;
+  shape.capacity = capacity_of<acc_t<T>>(pyramid);
+  shape.vectors = vectors;
+  shape.lanes = 8;
+  while (shape.lanes > 1 && (shape.lanes / 2 >= lines || shape.lanes * 16 * bins > kStagedBytes)) {
+    shape.lanes /= 2;
+  }
+  const int64_t slabs = div_up<int64_t>(lines, shape.lanes);
+  const int64_t threads = p.rois * p.pooled_height * slabs * shape.lanes;
+  shape.groups = static_cast<int>(std::clamp<int64_t>(kThreadsWanted / threads, 1, p.pooled_width));
+  const int64_t slab_threads = p.pooled_height * shape.groups * shape.lanes;
+  shape.slabs = static_cast<int>(std::clamp<int64_t>(kBlockThreads / slab_threads, 1, slabs));
+  if (staged) {
+    const int64_t room = kStagedBytes / (shape.lanes * 16 * bins);
+    shape.slabs = static_cast<int>(std::clamp<int64_t>(room, 1, shape.slabs));
+  }
+  shape.passes = static_cast<int>(div_up<int64_t>(div_up<int64_t>(slabs, shape.slabs), 65535));
+  return shape;
+}
+
+template <class T>
+void launch_rows(const RoIAlignPyramid& pyramid,
+                 T* output,
+                 bool staged,
+                 const RowsShape& shape,
+                 cudaStream_t stream) {
+  const RoIAlignParams& p = pyramid.level[0];
+  const int64_t slabs = div_up<int64_t>(p.channels, shape.lanes * kVectorOf<T>);
+  const int64_t items = p.pooled_height * shape.groups * shape.lanes * shape.slabs;
+  const auto threads =
+      static_cast<unsigned>(std::min<int64_t>(div_up<int64_t>(items, 32) * 32, kBlockThreads));
+  const dim3 grid(static_cast<unsigned>(p.rois),
+                  static_cast<unsigned>(div_up<int64_t>(slabs, shape.slabs * shape.passes)));
+  const int64_t bands = shape.capacity.bytes<acc_t<T>>(p);
+  if (staged) {
+    const int64_t bytes = bands + shape.slabs * shape.lanes * 16 * p.pooled_height * p.pooled_width;
+    roi_align_rows_kernel<T, true><<<grid, threads, bytes, stream>>>(pyramid, output, shape);
+  } else {
+    roi_align_rows_kernel<T, false><<<grid, threads, bands, stream>>>(pyramid, output, shape);
+  }
+}
+
+template <class T>
+void launch_bins(const RoIAlignPyramid& pyramid, T* output, cudaStream_t stream) {
+  const RoIAlignParams& p = pyramid.level[0];
+  const BandCapacity capacity = capacity_of<acc_t<T>>(pyramid);
+  // 256 bytes of channels per block. Few RoIs are split over their bins as well.
   constexpr int64_t kSlice = 16;
   constexpr int64_t kBlocksWanted = 1024;
   const int64_t vectors = p.channels / kVectorOf<T>;
@@ -58,49 +134,37 @@ void launch_channels_last(const RoIAlignPyramid& pyramid, T* output, cudaStream_
       std::clamp<int64_t>(kBlocksWanted / (p.rois * slices), 1, div_up<int64_t>(items, kBlockSize));
   const dim3 grid(
       static_cast<unsigned>(p.rois), static_cast<unsigned>(slices), static_cast<unsigned>(split));
-  roi_align_bands_channels_last_kernel<T><<<grid, kBlockSize, bytes, stream>>>(
-      pyramid, output, rows, columns, static_cast<int>(slice));
-}
-
-template <class T, int kGroup>
-void launch_contiguous_group(const RoIAlignPyramid& pyramid, T* output, cudaStream_t stream) {
-  using acc = acc_t<T>;
-  const RoIAlignParams& p = pyramid.level[0];
-  const int rows = band_capacity<acc>(p, p.pooled_height, p.height);
-  const int columns = band_capacity<acc>(p, p.pooled_width, p.width);
-  const int64_t bins = p.pooled_height * p.pooled_width;
-  const int64_t bands =
-      (p.pooled_height * rows + p.pooled_width * columns) * sizeof(BandEntry<acc>);
-  const int64_t per_warp = kGroup * (kColumnPitch * sizeof(acc) + bins * sizeof(T));
-  int64_t warps = kBlockSize / 32;
-  while (warps > 1 && bands + warps * per_warp > kMaxShared) warps /= 2;
-  // Four groups of channels per warp: the weights are worth computing for those.
-  const int64_t groups = div_up<int64_t>(p.channels, kGroup);
-  const int64_t split = std::min<int64_t>(div_up(groups, 4 * warps), 65535);
-  const dim3 grid(static_cast<unsigned>(p.rois), static_cast<unsigned>(split));
-  roi_align_bands_contiguous_kernel<T, kGroup>
-      <<<grid, static_cast<unsigned>(32 * warps), bands + warps * per_warp, stream>>>(
-          pyramid, output, rows, columns);
+  roi_align_bins_kernel<T><<<grid, kBlockSize, capacity.bytes<acc_t<T>>(p), stream>>>(
+      pyramid, output, capacity, static_cast<int>(slice));
 }
 
 template <class T>
-void launch_contiguous(const RoIAlignPyramid& pyramid, T* output, cudaStream_t stream) {
-  const int64_t bins_w = pyramid.level[0].pooled_width;
-  if (bins_w <= 8) {
-    launch_contiguous_group<T, 4>(pyramid, output, stream);
-  } else if (bins_w <= 16) {
-    launch_contiguous_group<T, 2>(pyramid, output, stream);
+void launch_bands(const RoIAlignPyramid& pyramid,
+                  T* output,
+                  bool channels_last,
+                  cudaStream_t stream) {
+  const RoIAlignParams& p = pyramid.level[0];
+  const BandCapacity capacity = capacity_of<acc_t<T>>(pyramid);
+  const int64_t items = p.channels * p.pooled_height * p.pooled_width;
+  const dim3 grid(
+      static_cast<unsigned>(p.rois),
+      static_cast<unsigned>(std::min<int64_t>(div_up<int64_t>(items, kBlockSize), 65535)));
+  const int64_t bytes = capacity.bytes<acc_t<T>>(p);
+  if (channels_last) {
+    roi_align_bands_kernel<T, true><<<grid, kBlockSize, bytes, stream>>>(pyramid, output, capacity);
   } else {
-    launch_contiguous_group<T, 1>(pyramid, output, stream);
+    roi_align_bands_kernel<T, false>
+        <<<grid, kBlockSize, bytes, stream>>>(pyramid, output, capacity);
   }
 }
 
 template <class T>
-void launch_average_of_samples(const RoIAlignPyramid& pyramid,
-                               T* output,
-                               bool channels_last,
-                               cudaStream_t stream) {
-  const unsigned grid = grid_for(pooled_items_of(pyramid.level[0]));
+void launch_samples(const RoIAlignPyramid& pyramid,
+                    T* output,
+                    bool channels_last,
+                    cudaStream_t stream) {
+  const RoIAlignParams& p = pyramid.level[0];
+  const unsigned grid = grid_for(p.rois * p.channels * p.pooled_height * p.pooled_width);
   if (channels_last) {
     roi_align_average_kernel<T, true><<<grid, kBlockSize, 0, stream>>>(pyramid, output);
   } else {
@@ -108,31 +172,116 @@ void launch_average_of_samples(const RoIAlignPyramid& pyramid,
   }
 }
 
-template <class Takes>
-bool every_level(const RoIAlignPyramid& pyramid, const Takes& takes) {
-  for (int level = 0; level < pyramid.levels; ++level) {
-    if (!takes(pyramid.level[level], pyramid.map[level])) return false;
+// The memory of the scratch copy: marks, then one map after the other.
+template <class T>
+struct ScratchPlan {
+  Scratch scratch;
+  int64_t strips = 0;       // of all levels
+  int64_t mark_blocks = 0;  // of all levels
+  int64_t bytes = 0;
+  bool possible = true;
+
+  ScratchPlan(const RoIAlignPyramid& pyramid, void* workspace) {
+    constexpr int64_t kVector = kVectorOf<T>;
+    constexpr int64_t kAlign = 256;
+    scratch.from = scratch.to = pyramid;
+    for (int level = 0; level < pyramid.levels; ++level) {
+      const RoIAlignParams& p = pyramid.level[level];
+      const int64_t row_strips = div_up<int64_t>(p.width, kStrip<T>);
+      possible = possible && row_strips <= 32 * kMarkWords;
+      scratch.level[level] = {strips,
+                              mark_blocks,
+                              static_cast<int>(row_strips),
+                              takes_pixels<T>(p, pyramid.map[level])};
+      strips += p.batch * p.height * row_strips;
+      mark_blocks += p.batch * div_up<int64_t>(p.height, kMarkRows);
+    }
+    scratch.marks = static_cast<uint8_t*>(workspace);
+    bytes = div_up<int64_t>(strips, kAlign) * kAlign;
+    for (int level = 0; level < pyramid.levels; ++level) {
+      RoIAlignParams& p = scratch.to.level[level];
+      const int64_t pitch = div_up<int64_t>(p.channels, kVector) * kVector;
+      p.map_stride[kRoIChannel] = 1;
+      p.map_stride[kRoIColumn] = pitch;
+      p.map_stride[kRoIRow] = p.width * pitch;
+      p.map_stride[kRoIBatch] = p.height * p.width * pitch;
+      possible = possible && takes_bands(p);
+      scratch.to.map[level] = static_cast<char*>(workspace) + bytes;
+      bytes += div_up<int64_t>(p.batch * p.map_stride[kRoIBatch] * static_cast<int64_t>(sizeof(T)),
+                               kAlign) *
+               kAlign;
+    }
+    possible = possible && strips < kLimit32 &&
+               div_up<int64_t>(pyramid.level[0].channels, kStrip<T>) <= 65535;
   }
-  return true;
+};
+
+template <class T>
+void launch_copy(const ScratchPlan<T>& plan, cudaStream_t stream) {
+  constexpr int64_t kBlockChannels = kCopyThreads / (kStrip<T> / kPixelsOf<T>)*kVectorOf<T>;
+  const int64_t channels = plan.scratch.from.level[0].channels;
+  roi_align_mark_kernel<T>
+      <<<static_cast<unsigned>(plan.mark_blocks), kMarkThreads, 0, stream>>>(plan.scratch);
+  const dim3 grid(static_cast<unsigned>(plan.strips),
+                  static_cast<unsigned>(div_up<int64_t>(channels, kBlockChannels)));
+  roi_align_copy_kernel<T><<<grid, kCopyThreads, 0, stream>>>(plan.scratch);
+}
+
+enum class Path { kVectors, kScratch, kBands, kSamples };
+
+template <class T>
+Path path_of(const RoIAlignPyramid& pyramid) {
+  bool vectors = true;
+  for (int level = 0; level < pyramid.levels; ++level) {
+    if (!takes_bands(pyramid.level[level])) return Path::kSamples;
+    vectors = vectors && takes_vectors<T>(pyramid.level[level], pyramid.map[level]);
+  }
+  if (vectors) return Path::kVectors;
+  const bool many = pyramid.level[0].rois >= kScratchRoIs;
+  return many && ScratchPlan<T>(pyramid, nullptr).possible ? Path::kScratch : Path::kBands;
 }
 
 }  // namespace
 
 template <class T>
-int64_t average_workspace(const RoIAlignPyramid&, bool) {
-  return 0;
+int64_t average_workspace(const RoIAlignPyramid& pyramid, bool) {
+  return path_of<T>(pyramid) == Path::kScratch ? ScratchPlan<T>(pyramid, nullptr).bytes : 0;
 }
 
 template <class T>
-void launch_average(
-    const RoIAlignPyramid& pyramid, T* output, bool channels_last, void*, cudaStream_t stream) {
-  const auto bands = [](const RoIAlignParams& p, const void*) { return takes_bands(p); };
-  if (channels_last && every_level(pyramid, takes_vectors<T>)) {
-    launch_channels_last(pyramid, output, stream);
-  } else if (!channels_last && every_level(pyramid, bands)) {
-    launch_contiguous(pyramid, output, stream);
-  } else {
-    launch_average_of_samples(pyramid, output, channels_last, stream);
+void launch_average(const RoIAlignPyramid& pyramid,
+                    T* output,
+                    bool channels_last,
+                    void* workspace,
+                    cudaStream_t stream) {
+  const RoIAlignParams& p = pyramid.level[0];
+  // Of what leaves as one run: a pixel's channels, or a RoI's result.
+  const int64_t run = channels_last ? p.channels : p.channels * p.pooled_height * p.pooled_width;
+  const bool vectors = run % kVectorOf<T> == 0 && starts_on(output, 16);
+  switch (path_of<T>(pyramid)) {
+    case Path::kVectors:
+      if (channels_last) {
+        launch_bins(pyramid, output, stream);
+      } else {
+        launch_rows(pyramid, output, true, rows_shape<T>(pyramid, true, vectors), stream);
+      }
+      break;
+    case Path::kScratch: {
+      const ScratchPlan<T> plan(pyramid, workspace);
+      launch_copy(plan, stream);
+      launch_rows(plan.scratch.to,
+                  output,
+                  !channels_last,
+                  rows_shape<T>(pyramid, !channels_last, vectors),
+                  stream);
+      break;
+    }
+    case Path::kBands:
+      launch_bands(pyramid, output, channels_last, stream);
+      break;
+    case Path::kSamples:
+      launch_samples(pyramid, output, channels_last, stream);
+      break;
   }
 }
 
