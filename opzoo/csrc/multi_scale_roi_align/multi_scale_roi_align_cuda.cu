@@ -75,6 +75,9 @@ std::vector<Tensor> multi_scale_roi_align_backward_cuda(const Tensor& grad,
       kOp, grad, boxes, batch_index, batch, channels, heights, widths, options, channels_last);
   const cudaStream_t stream = current_stream(grad);
   check_image_indices(kOp, plan.first, stream);
+  for (int level = 0; level < plan.pyramid.levels; ++level) {
+    check_average_backward(kOp, plan.pyramid.level[level]);
+  }
   dispatch_floating(grad.scalar_type(), kOp, [&]<class T>() {
     const int64_t bytes = average_backward_workspace(plan.pyramid, data<T>(grad));
     const Tensor workspace = empty({bytes}, ScalarType::Byte, grad);
