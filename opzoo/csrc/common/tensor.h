@@ -15,6 +15,7 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -164,6 +165,17 @@ inline void check_cuda(cudaError_t error, const char* op) {
                " and none for this GPU; rebuild with TORCH_CUDA_ARCH_LIST set to its architecture";
   }
   throw std::runtime_error(message);
+}
+
+// Whether the current GPU is a Hopper and this build has code for sm_90a: wgmma exists in no other
+// code, and that code runs on no other GPU.
+inline bool has_wgmma(const char* op) {
+  if (std::string_view(OPZOO_CUDA_ARCHS).find("9.0a") == std::string_view::npos) return false;
+  int device = 0, major = 0, minor = 0;
+  check_cuda(cudaGetDevice(&device), op);
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), op);
+  check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), op);
+  return major == 9 && minor == 0;
 }
 
 // Right after every launch: a launch error is otherwise reported by whoever synchronises next.

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <string_view>
-
 #include "deform_conv2d/deform_conv2d_implicit_kernel.cuh"
 #include "deform_conv2d/deform_conv2d_implicit_plan.h"
 
@@ -8,16 +6,6 @@ namespace opzoo {
 namespace {
 
 constexpr const char* kOp = "deform_conv2d";
-
-// wgmma exists in code for sm_90a alone, which runs on no other GPU.
-bool has_wgmma() {
-  if (std::string_view(OPZOO_CUDA_ARCHS).find("9.0a") == std::string_view::npos) return false;
-  int device = 0, major = 0, minor = 0;
-  check_cuda(cudaGetDevice(&device), kOp);
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), kOp);
-  check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), kOp);
-  return major == 9 && minor == 0;
-}
 
 // Dense with channels fastest, rows of whole 16-byte vectors on their boundaries.
 bool has_channel_vectors(const Tensor& t) {
@@ -57,7 +45,7 @@ bool applies(const DeformConvParams& p, const DeformConvArgs& args) {
   return (dtype == ScalarType::Half || dtype == ScalarType::BFloat16) && p.weight_groups == 1 &&
          p.group_channels() % kImplicitChunk == 0 && p.taps() <= kMaxTaps &&
          args.input.numel() / 8 < kMaxVectors && p.pixels() < std::numeric_limits<int32_t>::max() &&
-         p.N < 65536 && p.C < 65536 * int64_t{kTransposeTile} && has_wgmma();
+         p.N < 65536 && p.C < 65536 * int64_t{kTransposeTile} && has_wgmma(kOp);
 }
 
 template <class T>

@@ -162,18 +162,6 @@ WgmmaKernel kernel_for(bool along_m, bool along_n) {
                  : matmul_wgmma_kernel<T, kCols, false, false, 1>;
 }
 
-// The kernel's body exists in code for sm_90a alone; elsewhere it uses no static shared memory.
-bool kernel_is_built() {
-  static const bool built = [] {
-    cudaFuncAttributes attributes{};
-    const auto kernel = reinterpret_cast<const void*>(kernel_for<BFloat16, 256>(false, false));
-    const bool found = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess;
-    if (!found) cudaGetLastError();
-    return found && attributes.sharedSizeBytes > 0;
-  }();
-  return built;
-}
-
 template <class T, int kParts>
 bool launch_wgmma(const MatmulPlan& plan, int sms) {
   using Storage = std::conditional_t<std::is_same_v<T, Tf32>, float, T>;
@@ -289,12 +277,10 @@ bool matmul_by_wgmma(const MatmulPlan& plan) {
   const MatmulParams& p = plan.params;
   constexpr int64_t kMaxExtent = int64_t{1} << 30;
   if (std::max({p.M, p.N, p.K, p.batches.numel}) > kMaxExtent) return false;
-  int device = 0, major = 0, minor = 0, sms = 0;
+  if (!has_wgmma("matmul")) return false;
+  int device = 0, sms = 0;
   check_cuda(cudaGetDevice(&device), "matmul");
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "matmul");
-  check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "matmul");
   check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "matmul");
-  if (major != 9 || minor != 0 || !kernel_is_built()) return false;
   if (plan.dtype == ScalarType::Half) return launch_wgmma<Half, 1>(plan, sms);
   if (plan.dtype == ScalarType::BFloat16) return launch_wgmma<BFloat16, 1>(plan, sms);
   if (plan.precision == MatmulPrecision::kTf32) return launch_wgmma<Tf32, 1>(plan, sms);
