@@ -298,19 +298,23 @@ struct NmsOutput {
 
 // Inclusive sum over the block's threads; sums is shared, and free again after the next barrier.
 __device__ __forceinline__ int2 nms_block_sum(int own, int* sums) {
+  constexpr unsigned kWarp = 0xffffffffu;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = own;
+  const auto scan = [lane](int value) {
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int left = __shfl_up_sync(0xffffffffu, sum, step);
-    if (lane >= step) sum += left;
-  }
+    for (int step = 1; step < 32; step *= 2) {
+      const int left = __shfl_up_sync(kWarp, value, step);
+      if (lane >= step) value += left;
+    }
+    return value;
+  };
+  const int sum = scan(own);
   if (lane == 31) sums[warp] = sum;
   __syncthreads();
-  const int other = sums[lane];
-  const int before = __reduce_add_sync(0xffffffffu, lane < warp ? other : 0);
-  const int total = __reduce_add_sync(0xffffffffu, other);
-  return {before + sum, total};
+  const int warps = scan(sums[lane]);
+  const int total = __shfl_sync(kWarp, warps, 31);
+  const int before = __shfl_sync(kWarp, warps, warp > 0 ? warp - 1 : 0);
+  return {(warp > 0 ? before : 0) + sum, total};
 }
 
 // Lists the kept boxes in score order. A block owns 4096 ranks, four to a thread, and counts what
