@@ -87,7 +87,11 @@ def _case(
 def cases(device_type: str) -> list[Case]:
     settings = ((7, 2), (14, 2), (7, 0))
     if device_type == "cpu":
-        return [_case((2, 256, 100, 152), 256, pooled, ratio, torch.float32) for pooled, ratio in settings]
+        return [
+            _case((2, 256, 100, 152), 256, pooled, ratio, torch.float32, channels_last)
+            for channels_last in (False, True)
+            for pooled, ratio in settings
+        ]
     return [
         _case((2, 256, 200, 304), 1000, pooled, ratio, dtype, channels_last)
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
