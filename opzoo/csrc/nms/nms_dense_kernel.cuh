@@ -8,8 +8,8 @@
 namespace opzoo {
 
 constexpr int kNmsDenseWarps = 8;
-// Boxes of a warp. Two would halve the loads, yet one is about 5% faster at 1000 to 5000 boxes, where
-// warps are few.
+// Boxes of a warp. Two would halve the loads, yet one is about 5% faster at 1000 to 5000 boxes,
+// where warps are few.
 constexpr int kNmsDenseRows = 1;
 constexpr int kNmsDenseBatch = 4;  // loads in flight per lane
 constexpr int kNmsDenseBlockBoxes = kNmsDenseWarps * kNmsDenseRows;

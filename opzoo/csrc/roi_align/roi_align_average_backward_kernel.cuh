@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The second half of the average backward, owned by the receiver: a warp owns a patch of grad_input,
-// finds the folded rows that give weight to it and adds them in their order. Every element is
-// written once, by one thread, rounded once: no atomics, no zero-fill, the same bits on every run.
-// No torch here.
+// The second half of the average backward, owned by the receiver: a warp owns a patch of
+// grad_input, finds the folded rows that give weight to it and adds them in their order. Every
+// element is written once, by one thread, rounded once: no atomics, no zero-fill, the same bits on
+// every run. No torch here.
 #pragma once
 
 #include "roi_align/roi_align_fold_kernel.cuh"
