@@ -128,8 +128,9 @@ def random_calls(
     for op, args in calls:
         by_argument: dict[str, list[tuple[str, int, Any]]] = {}
         for what, _, changed in attempts(op, args, device):
-            position = next(i for i, (new, old) in enumerate(zip(changed, args, strict=True)) if new is not old)
-            by_argument.setdefault(what.split(" = ")[0], []).append((what, position, changed[position]))
+            for position, (new, old) in enumerate(zip(changed, args, strict=True)):
+                if new is not old:
+                    by_argument.setdefault(what.split(" = ")[0], []).append((what, position, new))
         for position, value in enumerate(args):
             if isinstance(value, Tensor):
                 views = [(name, view) for name, layout in LAYOUTS.items() if (view := layout(value)) is not None]
@@ -169,7 +170,8 @@ def in_children(tried: list[tuple[str, bool, Any, list[Any]]]) -> list[str]:
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            if "libasan" not in os.environ.get("LD_PRELOAD", ""):  # a sanitizer's report belongs on the screen
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             for number in range(start, len(tried)):
                 os.write(writing, number.to_bytes(4, "little"))
                 signal.alarm(SECONDS)
