@@ -119,10 +119,19 @@ def attempts(op: Any, args: tuple[Any, ...], device: str) -> Iterator[tuple[str,
                     yield f"{op} with {argument.name}[{number}] = {what}", True, changed
 
 
+def sprinkled(t: Tensor, draw: random.Random) -> Tensor:
+    """A float tensor with a random share of its elements hostile: the shapes pass, the kernel meets the values."""
+    generator = torch.Generator().manual_seed(draw.getrandbits(32))
+    values = torch.tensor(HOSTILE_FLOATS, dtype=torch.float64).to(t.device, t.dtype)
+    picked = values[torch.randint(len(values), t.shape, generator=generator).to(t.device)]
+    return torch.where(torch.rand(t.shape, generator=generator).to(t.device) < draw.random(), picked, t)
+
+
 def random_calls(
     calls: list[tuple[Any, tuple[Any, ...]]], device: str, cases: int, seed: int
 ) -> Iterator[tuple[str, bool, Any, list[Any]]]:
-    """``cases`` calls with one to four arguments replaced, drawn in the same order for the same seed."""
+    """``cases`` calls, drawn in the same order for the same seed: in every second one all float tensors keep
+    their shape and are sprinkled with hostile values; in the others one to four arguments are replaced."""
     draw = random.Random(seed)
     pools = []
     for op, args in calls:
@@ -139,6 +148,10 @@ def random_calls(
         pools.append((op, args, list(by_argument.values())))
     for number in range(cases):
         op, args, arguments = draw.choice(pools)
+        if number % 2:
+            floats = lambda t: sprinkled(t, draw) if t.is_floating_point() else t  # noqa: E731
+            yield f"seed {seed}, call {number}: {op} sprinkled", True, op, list(tree_map_only(Tensor, floats, args))
+            continue
         changed = list(args)
         chosen = [draw.choice(pool) for pool in draw.sample(arguments, min(draw.randint(1, 4), len(arguments)))]
         for _, position, value in chosen:
