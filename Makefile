@@ -9,13 +9,17 @@ TORCH  ?= torch==2.14.1 torchvision==0.29.1
 SOURCES := $(shell find opzoo/csrc -type f) setup.py opzoo/_version.py
 CXX_FILES := $(shell find opzoo/csrc docs -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test build lint types format bench wheel matrix symbols clean
+.PHONY: demo test sanitize build lint types format bench wheel matrix symbols clean
 
 demo: build
 	$(BIN)/python examples/detect_digits.py
 
 test: build
 	$(BIN)/python -m pytest -q
+
+# A second build beside the first, for the CPU, under ASan and UBSan; any report ends it non-zero.
+sanitize: $(VENV)/installed
+	$(BIN)/python tools/sanitize.py
 
 build: $(VENV)/built
 

@@ -2,6 +2,7 @@
 
 Environment:
     OPZOO_CUDA=0|1         leave CUDA out / insist on it (default: on when nvcc is found)
+    OPZOO_SANITIZE=1       compile for the CPU alone, under the address and undefined-behaviour sanitizers
     OPZOO_RELEASE=1        compile for the architectures of released wheels
     TORCH_CUDA_ARCH_LIST   compile for exactly these, e.g. "8.6;9.0a"
     CUDA_HOME, MAX_JOBS    as for any torch extension
@@ -27,6 +28,10 @@ MIN_PYTHON_HEX = "cp310"
 TORCH_TARGET = f"0x{(2 << 56) | (10 << 48):016x}ULL"
 RELEASE_ARCHS = "7.5;8.0;8.6;9.0a;10.0;12.0+PTX"
 DEVELOPMENT_ARCHS = "9.0a"
+# A report of either sanitizer ends the process. vptr asks for the type information of classes in torch;
+# a division of floats by zero is IEEE arithmetic, which the operators define.
+SANITIZE = os.environ.get("OPZOO_SANITIZE") == "1"
+SANITIZERS = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize=vptr", "-fno-sanitize-recover=all"]
 
 
 def find_cuda_home() -> str | None:
@@ -57,7 +62,7 @@ def want_cuda(cuda_home: str | None) -> bool:
             "torch.version.cuda in its major version) and set CUDA_HOME to its folder, the one that\n"
             "holds bin/nvcc and include/. Or build without CUDA: OPZOO_CUDA=0."
         )
-    return choice != "0" and cuda_home is not None
+    return choice != "0" and cuda_home is not None and not SANITIZE
 
 
 def arch_list() -> str:
@@ -97,10 +102,12 @@ def extension():
         f'-DOPZOO_CUDA_ARCHS="{ARCHS}"',
         f'-DOPZOO_BUILD_TORCH="{torch.__version__}"',
     ]
-    common = ["-O3", "-std=c++20", "-I" + str(ROOT / csrc), *definitions]
+    common = ["-O1" if SANITIZE else "-O3", "-std=c++20", "-I" + str(ROOT / csrc), *definitions]
     prefix_map = f"-ffile-prefix-map={ROOT}/="
     # No contraction: a*b+c rounds twice on every CPU, so results do not depend on the instruction set.
     host = ["-g0", "-fvisibility=hidden", "-ffp-contract=off", prefix_map]
+    if SANITIZE:
+        host += [*SANITIZERS, "-g1", "-fno-omit-frame-pointer"]
     flags = {"cxx": [*common, *host, "-Wall", "-Wno-unknown-pragmas"]}
     if WITH_CUDA:
         flags["cxx"].append("-DOPZOO_WITH_CUDA")
@@ -120,7 +127,7 @@ def extension():
     if WITH_CUDA:
         ext.libraries += ["cudart_static", "rt", "dl", "pthread"]
     ext.extra_link_args = [
-        "-s",
+        *(SANITIZERS if SANITIZE else ["-s"]),
         "-Wl,--as-needed",
         "-Wl,--exclude-libs,ALL",
         f"-Wl,--version-script={csrc / 'module.map'}",

@@ -1,4 +1,7 @@
-"""``python hostility.py <op> <device>``: calls an operator and its backward with everything wrong.
+"""``python hostility.py <op> <device> [cases] [seed]``: calls an operator and its backward with everything wrong.
+
+First one argument at a time, in every way there is; then, on the CPU, ``cases`` random calls with several
+arguments wrong at once (default 200, a few seconds; a million runs for hours).
 
 Every attempt must return or raise. On the CPU they run in forks, on tensors that end at an unmapped
 page, so that one element read past the end is a crash; an attempt that takes longer than
@@ -8,7 +11,9 @@ page, so that one element read past the end is a crash; an attempt that takes lo
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
+import random
 import resource
 import signal
 import sys
@@ -22,10 +27,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 sys.path.insert(0, str(Path(__file__).parent))
-from contract import record
+from contract import LAYOUTS, record
 from helpers import contract_cases
 
 SECONDS = 10
+BATCH = 1000  # random calls per fork: guarded() never gives its pages back
 PAGE = 4096
 HOSTILE_FLOATS = (float("nan"), float("inf"), float("-inf"), 3e38, -3e38, 1e9)
 HOSTILE_INTS = (-1, 1 << 31, (1 << 63) - 1, -(1 << 63))
@@ -113,6 +119,48 @@ def attempts(op: Any, args: tuple[Any, ...], device: str) -> Iterator[tuple[str,
                     yield f"{op} with {argument.name}[{number}] = {what}", True, changed
 
 
+def sprinkled(t: Tensor, draw: random.Random) -> Tensor:
+    """A float tensor with a random share of its elements hostile: the shapes pass, the kernel meets the values."""
+    generator = torch.Generator().manual_seed(draw.getrandbits(32))
+    values = torch.tensor(HOSTILE_FLOATS, dtype=torch.float64).to(t.device, t.dtype)
+    picked = values[torch.randint(len(values), t.shape, generator=generator).to(t.device)]
+    return torch.where(torch.rand(t.shape, generator=generator).to(t.device) < draw.random(), picked, t)
+
+
+def random_calls(
+    calls: list[tuple[Any, tuple[Any, ...]]], device: str, cases: int, seed: int
+) -> Iterator[tuple[str, bool, Any, list[Any]]]:
+    """``cases`` calls, drawn in the same order for the same seed: in every second one all float tensors keep
+    their shape and are sprinkled with hostile values; in the others one to four arguments are replaced."""
+    draw = random.Random(seed)
+    pools = []
+    for op, args in calls:
+        by_argument: dict[str, list[tuple[str, int, Any]]] = {}
+        for what, _, changed in attempts(op, args, device):
+            for position, (new, old) in enumerate(zip(changed, args, strict=True)):
+                if new is not old:
+                    by_argument.setdefault(what.split(" = ")[0], []).append((what, position, new))
+        for position, value in enumerate(args):
+            if isinstance(value, Tensor):
+                views = [(name, view) for name, layout in LAYOUTS.items() if (view := layout(value)) is not None]
+                pool = by_argument[f"{op} with {op._schema.arguments[position].name}"]
+                pool += [(f"{op} with a {name} argument {position}", position, view) for name, view in views]
+        pools.append((op, args, list(by_argument.values())))
+    for number in range(cases):
+        op, args, arguments = draw.choice(pools)
+        if number % 2:
+            floats = lambda t: sprinkled(t, draw) if t.is_floating_point() else t  # noqa: E731
+            yield f"seed {seed}, call {number}: {op} sprinkled", True, op, list(tree_map_only(Tensor, floats, args))
+            continue
+        changed = list(args)
+        chosen = [draw.choice(pool) for pool in draw.sample(arguments, min(draw.randint(1, 4), len(arguments)))]
+        for _, position, value in chosen:
+            changed[position] = value
+        # A number may ask for endless work, whatever the tensors are.
+        hostile_data = all("Tensor" in str(op._schema.arguments[position].type) for _, position, _ in chosen)
+        yield f"seed {seed}, call {number}: {'; '.join(what for what, *_ in chosen)}", hostile_data, op, changed
+
+
 def call(op: Any, args: list[Any], guard: bool) -> None:
     def protected(t: Tensor) -> Tensor:
         return guarded(t) if guard and t.device.type == "cpu" else t
@@ -135,7 +183,8 @@ def in_children(tried: list[tuple[str, bool, Any, list[Any]]]) -> list[str]:
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            if "libasan" not in os.environ.get("LD_PRELOAD", ""):  # a sanitizer's report belongs on the screen
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             for number in range(start, len(tried)):
                 os.write(writing, number.to_bytes(4, "little"))
                 signal.alarm(SECONDS)
@@ -155,7 +204,7 @@ def in_children(tried: list[tuple[str, bool, Any, list[Any]]]) -> list[str]:
     return failures
 
 
-def main(name: str, device: str) -> int:
+def main(name: str, device: str, cases: int = 200, seed: int = 0) -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # no pool of threads for a fork to lose
     seen: dict[Any, int] = {}
@@ -178,11 +227,17 @@ def main(name: str, device: str) -> int:
         for what, _, op, changed in tried:
             print(what, flush=True)  # the last line names the attempt that killed the process
             call(op, changed, guard=False)
-    failures = in_children(tried) if device == "cpu" else []
+    failures, drawn = [], 0
+    if device == "cpu":
+        failures = in_children(tried)
+        stream = random_calls(calls, device, cases, seed)
+        while batch := list(itertools.islice(stream, BATCH)):
+            failures += in_children(batch)
+            drawn += len(batch)
     print("\n".join(failures))
-    print(f"{len(tried)} attempts on {sorted(map(str, seen))}, {len(failures)} failed")
+    print(f"{len(tried)} attempts and {drawn} random calls on {sorted(map(str, seen))}, {len(failures)} failed")
     return 1 if failures or not tried else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:3], *map(int, sys.argv[3:])))

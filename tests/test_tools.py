@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -126,3 +128,45 @@ def test_matrix_fails_without_an_interpreter(tmp_path: Path, capsys: pytest.Capt
     wheel.touch()
     assert _tool("matrix").main(["--wheel", str(wheel), "2.6/torch==2.14.1"]) == 1
     assert "no python 2.6 here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "report"),
+    [
+        ("==7==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x602000000018", True),
+        ("nms_cpu.cpp:3:5: runtime error: inf is outside the range of representable values of type 'int'", True),
+        ("==7==WARNING: AddressSanitizer failed to allocate 0x15000000000 bytes", False),
+    ],
+)
+def test_sanitizer_reports(text: str, report: bool) -> None:
+    assert _tool("sanitize").is_report(text) == report
+
+
+FAULTS = {
+    "heap read past the end": "int *volatile p = new int[4]; return p[argc + 3];",
+    "inf to an integer": "volatile float x = 3e38f; x = x * 10; return (int)x;",
+    "signed overflow": "volatile int x = 2147483647; return x + argc;",
+}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("body", [*FAULTS.values(), "return argc - 1;"], ids=[*FAULTS, "no fault"])
+def test_sanitizer_flags_find_faults(body: str, tmp_path: Path) -> None:
+    """The flags of ``setup.py`` under the environment of ``tools/sanitize.py`` report each kind and end non-zero."""
+    flags = re.search(r"^SANITIZERS = (\[.*\])$", (TOOLS.parent / "setup.py").read_text(), re.MULTILINE)
+    assert flags is not None
+    program, reports = tmp_path / "program", tmp_path / "reports"
+    reports.mkdir()
+    compiler = ["g++", "-O1", *ast.literal_eval(flags[1]), "-x", "c++", "-", "-o", str(program)]
+    subprocess.run(compiler, input=f"int main(int argc, char**) {{ {body} }}", text=True, check=True)
+    tool = _tool("sanitize")
+    run = subprocess.run([program], env={**tool.environment(reports), "LD_PRELOAD": ""}, capture_output=True, text=True)
+    texts = [run.stderr, *(path.read_text() for path in reports.iterdir())]
+    assert any(map(tool.is_report, texts)) == (run.returncode != 0) == ("return argc - 1" not in body)
+
+
+def test_sanitizer_runs_every_operator() -> None:
+    tool = _tool("sanitize")
+    suite, *campaign = tool.commands(tool.operators(), 10, 0)
+    assert [command[2] for command in campaign] == tool.operators()
+    assert all(any(f"test_{op}.py" in word for word in suite) for op in tool.operators())
