@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
@@ -158,3 +161,35 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
         "[a](there.md#x) ![b](gone.png) [c](https://x.y/z) [d](#e) `[f](code.md)` [g](<gone two.md>) [[h]](no.md 'i')"
     )
     assert broken_links(tmp_path / "page.md", page) == ["gone.png", "no.md"]
+
+
+# The site
+
+
+SITE = sorted((ROOT / "docs").rglob("*.md"))
+
+
+def test_every_page_is_in_the_toctree() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```", index, re.MULTILINE | re.DOTALL)
+    listed = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    pages = {page.relative_to(ROOT / "docs").with_suffix("").as_posix() for page in SITE} - {"index"}
+    assert len(listed) == len(set(listed)), "a page is listed twice"
+    assert set(listed) == pages
+
+
+def test_site_builds(tmp_path: Path) -> None:
+    """As ``make docs`` does: a warning is an error. Every public name has its place on one page."""
+    for module in ("sphinx", "myst_parser", "pydata_sphinx_theme"):
+        pytest.importorskip(module)
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]
+    run = subprocess.run(
+        [*command, str(ROOT / "docs"), str(tmp_path / "site")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    html = "".join(page.read_text(encoding="utf-8") for page in (tmp_path / "site" / "ops").glob("*.html"))
+    operators = [name for name in PUBLIC if getattr(opzoo, name).__module__.startswith("opzoo.ops.")]
+    assert operators and all(html.count(f'id="opzoo.{name}"') == 1 for name in operators)
