@@ -28,8 +28,10 @@ napoleon_numpy_docstring = False
 html_theme = "pydata_sphinx_theme"
 html_title = f"opzoo {version}"
 html_show_sourcelink = False
+html_sidebars = {page: [] for page in ("index", "install", "quickstart", "design", "changelog", "benchmarks/README")}
 html_theme_options = {
     "navbar_align": "left",
+    "header_links_before_dropdown": 7,
     "show_toc_level": 2,
     "secondary_sidebar_items": ["page-toc"],
     "pygments_light_style": "friendly",
@@ -61,7 +63,7 @@ def api_section(module: str) -> str:
 def add_api(app: Any, page: str, source: list[str]) -> None:
     """An operator's page ends with the docstrings of its file, which are written once."""
     folder, _, stem = page.rpartition("/")
-    if folder == "ops":
+    if folder == "ops" and stem != "index":
         source[0] += api_section(f"opzoo.ops.{stem}")
 
 
