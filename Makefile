@@ -9,7 +9,7 @@ TORCH  ?= torch==2.14.1 torchvision==0.29.1
 SOURCES := $(shell find opzoo/csrc -type f) setup.py opzoo/_version.py
 CXX_FILES := $(shell find opzoo/csrc docs -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test sanitize build lint types format bench wheel matrix symbols clean
+.PHONY: demo test sanitize build docs pictures lint types format bench wheel matrix symbols clean
 
 demo: build
 	$(BIN)/python examples/detect_digits.py
@@ -26,7 +26,7 @@ build: $(VENV)/built
 $(VENV)/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade-strategy only-if-needed $(TORCH) "setuptools>=77" wheel ninja
-	$(BIN)/python tools/requirements.py test examples bench lint > $(VENV)/requirements.txt
+	$(BIN)/python tools/requirements.py test examples bench lint docs > $(VENV)/requirements.txt
 	$(BIN)/python -m pip install -q -r $(VENV)/requirements.txt
 	touch $@
 
@@ -50,6 +50,14 @@ format: $(VENV)/installed
 
 bench: build
 	$(BIN)/python -m opzoo.bench
+
+# The site, to build/docs/index.html; a warning is an error.
+docs: build
+	$(BIN)/python -m sphinx -q -W --keep-going -b html -d build/docs-trees docs build/docs
+
+# The pictures of the site, after a change to a script or to docs/benchmarks/*.csv.
+pictures: build
+	for script in docs/pictures/[!_]*.py; do $(BIN)/python $$script || exit 1; done
 
 symbols: build
 	$(BIN)/python tools/check_symbols.py

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
@@ -158,3 +161,65 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
         "[a](there.md#x) ![b](gone.png) [c](https://x.y/z) [d](#e) `[f](code.md)` [g](<gone two.md>) [[h]](no.md 'i')"
     )
     assert broken_links(tmp_path / "page.md", page) == ["gone.png", "no.md"]
+
+
+# The site
+
+SITE = sorted((ROOT / "docs").rglob("*.md"))
+
+
+def test_every_page_is_in_one_toctree() -> None:
+    docs, listed = ROOT / "docs", []
+    for page in SITE:
+        trees = re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+        entries = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+        listed += [(page.parent / entry).relative_to(docs).as_posix() for entry in entries]
+    pages = [page.relative_to(docs).with_suffix("").as_posix() for page in SITE]
+    assert sorted([*listed, "index"]) == sorted(pages)
+
+
+def test_site_builds(tmp_path: Path) -> None:
+    """As ``make docs`` does: a warning is an error. Every public name has its place on one page."""
+    for module in ("sphinx", "myst_parser", "pydata_sphinx_theme"):
+        pytest.importorskip(module)
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]
+    run = subprocess.run(
+        [*command, str(ROOT / "docs"), str(tmp_path / "site")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    html = "".join(page.read_text(encoding="utf-8") for page in (tmp_path / "site" / "ops").glob("*.html"))
+    operators = [name for name in PUBLIC if getattr(opzoo, name).__module__.startswith("opzoo.ops.")]
+    assert operators and all(html.count(f'id="opzoo.{name}"') == 1 for name in operators)
+
+
+PICTURES = ROOT / "docs" / "pictures"
+
+
+def words(svg: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("script", sorted(PICTURES.glob("[!_]*.py")), ids=lambda script: script.stem)
+def test_pictures(script: Path, tmp_path: Path) -> None:
+    """Each script draws, and the committed picture says what it would say now: numbers of the CSV included."""
+    pytest.importorskip("matplotlib")
+    run = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert run.returncode == 0, run.stderr
+    drawn = sorted(tmp_path.glob("*.svg"))
+    assert drawn, "no picture"
+    for picture in drawn:
+        committed = PICTURES / picture.name
+        assert words(picture) and words(picture) == words(committed), f"run make pictures: {committed.name} is old"
+
+
+def test_every_picture_has_a_page() -> None:
+    shown = {name for page in SITE for name in re.findall(r"pictures/([\w-]+\.svg)", page.read_text(encoding="utf-8"))}
+    assert shown == {picture.name for picture in PICTURES.glob("*.svg")}
