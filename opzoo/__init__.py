@@ -11,6 +11,12 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].endswith("opzoo.info
 
     raise SystemExit(main(sys.argv[1:]))
 
+# Likewise `python -m opzoo.new_op`: after the first new operator, until the next build, _C lacks it.
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].endswith("opzoo.new_op"):
+    from opzoo import new_op
+
+    raise SystemExit(new_op.main(sys.argv[1:]))
+
 from opzoo import reference
 from opzoo._library import build_info, set_debug
 from opzoo._version import __version__
