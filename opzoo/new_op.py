@@ -30,6 +30,7 @@ FILES = {
     "page.md": "docs/ops/{0}.md",
 }
 EXPORTS = {"opzoo/__init__.py": "opzoo.ops", "opzoo/reference/__init__.py": "opzoo.reference"}
+PAGES = "docs/ops/index.md"
 
 
 def problem(name: str, root: Path) -> str | None:
@@ -62,6 +63,15 @@ def with_export(text: str, package: str, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def with_page(text: str, name: str) -> str:
+    """``text`` of the list of operator pages with the page of ``name`` last in its table and in its toctree."""
+    lines = text.rstrip("\n").splitlines()
+    row = max(i for i, line in enumerate(lines) if line.startswith("| [")) + 1
+    lines.insert(row, f"| [{name}]({name}.md) | | |")
+    lines.insert(len(lines) - 1, name)  # before the fence that closes the toctree
+    return "\n".join(lines) + "\n"
+
+
 def write(name: str, root: Path) -> list[str]:
     """Write all files of the operator and return their paths."""
     camel = "".join(part.capitalize() for part in name.split("_"))
@@ -78,6 +88,8 @@ def write(name: str, root: Path) -> list[str]:
     for target, package in EXPORTS.items():
         path = root / target
         path.write_text(with_export(path.read_text(encoding="utf-8"), package, name), encoding="utf-8")
+    pages = root / PAGES
+    pages.write_text(with_page(pages.read_text(encoding="utf-8"), name), encoding="utf-8")
     return written
 
 
