@@ -1,0 +1,377 @@
+"""The functions of ``mmcv._ext``, by mmcv's names and argument names, over the operators of opzoo.
+
+mmcv calls them below autograd, from its own ``autograd.Function``s, with results allocated beforehand;
+each function here computes its result and copies it there. Arguments that only its own kernels need
+(``columns``, ``ones``, ``im2col_step``) are taken and not looked at. ``d`` is mmcv's name for the
+stride, ``W`` comes before ``H``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+import opzoo
+from opzoo._library import build_info
+
+_ops = torch.ops.opzoo
+_METHODS = ("naive", "linear", "gaussian")  # of soft-NMS, by mmcv's numbers
+
+
+def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
+    """Indices of the kept boxes; with ``offset`` 1 a box's right and lower edge are its last pixels."""
+    return opzoo.nms(_to_edges(boxes, offset), scores, iou_threshold)
+
+
+def softnms(
+    boxes: Tensor,
+    scores: Tensor,
+    dets: Tensor,
+    iou_threshold: float,
+    sigma: float,
+    min_score: float,
+    method: int,
+    offset: int,
+) -> Tensor:
+    """Indices in the order of selection; the first rows of ``dets`` become the boxes and lowered scores."""
+    lowered, indices = opzoo.soft_nms(
+        _to_edges(boxes, offset), scores, iou_threshold, sigma, min_score, _METHODS[method]
+    )
+    dets[: len(indices), :4] = boxes[indices]
+    dets[: len(indices), 4] = lowered
+    return indices
+
+
+def nms_match(dets: Tensor, iou_threshold: float) -> list[list[int]]:
+    """Groups of indices: a kept box, then those it dropped, an IoU of ``iou_threshold`` among them."""
+    # The next number down: above it is at least the threshold.
+    below = torch.nextafter(torch.tensor(float(iou_threshold)), torch.tensor(-math.inf)).item()
+    if below < 0:
+        raise ValueError(f"mmcv._ext.nms_match: iou_threshold must be above 0, got {iou_threshold}")
+    groups = opzoo.nms_match(dets[:, :4].float(), dets[:, 4], min(below, 1.0))
+    return [group.tolist() for group in groups]
+
+
+def _to_edges(boxes: Tensor, offset: int) -> Tensor:
+    if offset == 0:
+        return boxes
+    return boxes + boxes.new_tensor([0, 0, offset, offset])
+
+
+def roi_align_forward(
+    input: Tensor,
+    rois: Tensor,
+    output: Tensor,
+    argmax_y: Tensor,
+    argmax_x: Tensor,
+    aligned_height: int,
+    aligned_width: int,
+    spatial_scale: float,
+    sampling_ratio: int,
+    pool_mode: int,
+    aligned: bool,
+) -> None:
+    """Average (``pool_mode`` 1) or maximum (0) of the samples of each bin.
+
+    Of a maximum, ``argmax_y`` and ``argmax_x`` keep the number of the sample as two digits, to a base
+    that their dtype holds exactly; only :func:`roi_align_backward` reads them.
+    """
+    numbers = (aligned_height, aligned_width, spatial_scale, sampling_ratio, bool(aligned))
+    if pool_mode == 1:
+        output.copy_(_ops.roi_align(input, rois, None, *numbers))
+        return
+    result, argmax = _ops._roi_align_max(input, rois, None, *numbers)
+    base = _digit_base(argmax_y)
+    if argmax.numel() and int(argmax.max()) >= base * base:
+        raise ValueError(f"mmcv._ext.roi_align_forward: more than {base * base} samples per bin in {argmax_y.dtype}")
+    output.copy_(result)
+    argmax_y.copy_(argmax.div(base, rounding_mode="floor"))
+    argmax_x.copy_(argmax.remainder(base))
+
+
+def roi_align_backward(
+    grad_output: Tensor,
+    rois: Tensor,
+    argmax_y: Tensor,
+    argmax_x: Tensor,
+    grad_input: Tensor,
+    aligned_height: int,
+    aligned_width: int,
+    spatial_scale: float,
+    sampling_ratio: int,
+    pool_mode: int,
+    aligned: bool,
+) -> None:
+    """Gradient of :func:`roi_align_forward` to ``input``."""
+    numbers = (*grad_input.shape, spatial_scale, sampling_ratio, bool(aligned), False)
+    if pool_mode == 1:
+        grad_input.copy_(_ops._roi_align_backward(grad_output, rois, None, *numbers))
+        return
+    argmax = argmax_y.to(torch.int64) * _digit_base(argmax_y) + argmax_x.to(torch.int64)
+    grad_input.copy_(_ops._roi_align_max_backward(grad_output, argmax, rois, None, *numbers))
+
+
+def _digit_base(t: Tensor) -> int:
+    """Integers up to this number are exact in the tensor's dtype."""
+    return 256 if t.dtype == torch.bfloat16 else 2048
+
+
+def deform_conv_forward(
+    input: Tensor,
+    weight: Tensor,
+    offset: Tensor,
+    output: Tensor,
+    columns: Tensor,
+    ones: Tensor,
+    kW: int,
+    kH: int,
+    dW: int,
+    dH: int,
+    padW: int,
+    padH: int,
+    dilationW: int,
+    dilationH: int,
+    group: int,
+    deformable_group: int,
+    im2col_step: int,
+) -> None:
+    """Deformable convolution without a mask."""
+    geometry = (dH, dW, padH, padW, dilationH, dilationW)
+    output.copy_(_ops.deform_conv2d(input, offset, weight, None, None, *geometry))
+
+
+def deform_conv_backward_input(
+    input: Tensor,
+    offset: Tensor,
+    gradOutput: Tensor,
+    gradInput: Tensor,
+    gradOffset: Tensor,
+    weight: Tensor,
+    columns: Tensor,
+    kW: int,
+    kH: int,
+    dW: int,
+    dH: int,
+    padW: int,
+    padH: int,
+    dilationW: int,
+    dilationH: int,
+    group: int,
+    deformable_group: int,
+    im2col_step: int,
+) -> None:
+    """Gradients of :func:`deform_conv_forward` to ``input`` and ``offset``."""
+    geometry = (dH, dW, padH, padW, dilationH, dilationW)
+    to_input, to_offset, _, _ = _ops._deform_conv2d_backward(
+        gradOutput, input, offset, weight, None, *geometry, True, True, False, False
+    )
+    gradInput.copy_(to_input)
+    gradOffset.copy_(to_offset)
+
+
+def deform_conv_backward_parameters(
+    input: Tensor,
+    offset: Tensor,
+    gradOutput: Tensor,
+    gradWeight: Tensor,
+    columns: Tensor,
+    ones: Tensor,
+    kW: int,
+    kH: int,
+    dW: int,
+    dH: int,
+    padW: int,
+    padH: int,
+    dilationW: int,
+    dilationH: int,
+    group: int,
+    deformable_group: int,
+    scale: float,
+    im2col_step: int,
+) -> None:
+    """Gradient of :func:`deform_conv_forward` to ``weight``, times ``scale``, added to ``gradWeight``."""
+    geometry = (dH, dW, padH, padW, dilationH, dilationW)
+    _, _, to_weight, _ = _ops._deform_conv2d_backward(
+        gradOutput, input, offset, gradWeight, None, *geometry, False, False, True, False
+    )
+    gradWeight.add_(to_weight, alpha=scale)
+
+
+def modulated_deform_conv_forward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    ones: Tensor,
+    offset: Tensor,
+    mask: Tensor,
+    output: Tensor,
+    columns: Tensor,
+    kernel_h: int,
+    kernel_w: int,
+    stride_h: int,
+    stride_w: int,
+    pad_h: int,
+    pad_w: int,
+    dilation_h: int,
+    dilation_w: int,
+    group: int,
+    deformable_group: int,
+    with_bias: bool,
+) -> None:
+    """Deformable convolution with a mask.
+
+    ``offset`` and ``mask`` may be larger than the result, as DyHead's are: as in mmcv, an item's first
+    numbers are read, as many as the result needs.
+    """
+    geometry = (stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w)
+    size = output.shape[2:]
+    offset, mask = _first_numbers(offset, size), _first_numbers(mask, size)
+    output.copy_(_ops.deform_conv2d(input, offset, weight, bias if with_bias else None, mask, *geometry))
+
+
+def modulated_deform_conv_backward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    ones: Tensor,
+    offset: Tensor,
+    mask: Tensor,
+    columns: Tensor,
+    grad_input: Tensor,
+    grad_weight: Tensor,
+    grad_bias: Tensor,
+    grad_offset: Tensor,
+    grad_mask: Tensor,
+    grad_output: Tensor,
+    kernel_h: int,
+    kernel_w: int,
+    stride_h: int,
+    stride_w: int,
+    pad_h: int,
+    pad_w: int,
+    dilation_h: int,
+    dilation_w: int,
+    group: int,
+    deformable_group: int,
+    with_bias: bool,
+) -> None:
+    """Gradients of :func:`modulated_deform_conv_forward`; numbers it did not read get none."""
+    geometry = (stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w)
+    size = grad_output.shape[2:]
+    to_input, to_offset, to_weight, to_mask = _ops._deform_conv2d_backward(
+        grad_output,
+        input,
+        _first_numbers(offset, size),
+        weight,
+        _first_numbers(mask, size),
+        *geometry,
+        True,
+        True,
+        True,
+        True,
+    )
+    grad_input.copy_(to_input)
+    grad_weight.copy_(to_weight)
+    for whole, part in ((grad_offset, to_offset), (grad_mask, to_mask)):
+        if whole.shape == part.shape:
+            whole.copy_(part)
+        else:
+            whole.flatten(1)[:, : part[0].numel()].copy_(part.flatten(1))
+    if with_bias:
+        grad_bias.copy_(grad_output.sum((0, 2, 3), dtype=torch.promote_types(bias.dtype, torch.float32)))
+
+
+def _first_numbers(maps: Tensor, size: torch.Size) -> Tensor:
+    """``[N, C, height, width]`` from the first numbers of each item of ``maps``."""
+    if maps.shape[2:] == size:
+        return maps
+    count = maps.shape[1] * size.numel()
+    flat = maps.flatten(1)
+    if count > flat.shape[1]:
+        raise ValueError(
+            f"mmcv._ext.modulated_deform_conv: offset and mask must cover {tuple(size)}, got {tuple(maps.shape[2:])}"
+        )
+    return flat[:, :count].unflatten(1, (maps.shape[1], *size))
+
+
+def get_compiler_version() -> str:
+    """The compiler that built opzoo."""
+    return str(build_info()["compiler"])
+
+
+def get_compiling_cuda_version() -> str:
+    """The CUDA toolkit that built opzoo."""
+    return str(build_info()["cuda"] or "not available")
+
+
+_COVERED: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        nms,
+        softnms,
+        nms_match,
+        roi_align_forward,
+        roi_align_backward,
+        deform_conv_forward,
+        deform_conv_backward_input,
+        deform_conv_backward_parameters,
+        modulated_deform_conv_forward,
+        modulated_deform_conv_backward,
+        get_compiler_version,
+        get_compiling_cuda_version,
+    )
+}
+__all__ = list(_COVERED)  # noqa: PLE0605
+
+# The rest of what mmcv 2.0 to 2.2 asks of its compiled module when it is imported.
+_NAMES = """
+active_rotated_filter_backward active_rotated_filter_forward assign_score_withk_backward
+assign_score_withk_forward ball_query_forward bbox_overlaps bezier_align_backward bezier_align_forward
+bias_act border_align_backward border_align_forward box_iou_quadri box_iou_rotated carafe_backward
+carafe_forward carafe_naive_backward carafe_naive_forward chamfer_distance_backward
+chamfer_distance_forward contour_expand convex_giou convex_iou correlation_backward correlation_forward
+deform_roi_pool_backward deform_roi_pool_forward diff_iou_rotated_sort_vertices_forward
+dynamic_point_to_voxel_backward dynamic_point_to_voxel_forward dynamic_voxelize_forward filtered_lrelu
+filtered_lrelu_act_ furthest_point_sampling_forward furthest_point_sampling_with_dist_forward
+fused_bias_leakyrelu fused_indice_conv_forward gather_points_backward gather_points_forward
+get_indice_pairs_2d_backward get_indice_pairs_2d_forward get_indice_pairs_3d_backward get_indice_pairs_3d_forward
+get_indice_pairs_4d_forward group_points_backward group_points_forward hard_voxelize_forward
+indice_conv_backward indice_conv_forward indice_maxpool_backward indice_maxpool_forward
+iou3d_boxes_overlap_bev_forward iou3d_nms3d_forward iou3d_nms3d_normal_forward knn_forward
+masked_col2im_forward masked_im2col_forward min_area_polygons ms_deform_attn_backward
+ms_deform_attn_forward nms_quadri nms_rotated pixel_group points_in_boxes_all_forward
+points_in_boxes_cpu_forward points_in_boxes_part_forward points_in_polygons_forward prroi_pool_backward
+prroi_pool_coor_backward prroi_pool_forward psamask_backward psamask_forward
+riroi_align_rotated_backward riroi_align_rotated_forward roi_align_rotated_backward
+roi_align_rotated_forward roi_pool_backward roi_pool_forward roiaware_pool3d_backward
+roiaware_pool3d_forward roipoint_pool3d_forward rotated_feature_align_backward
+rotated_feature_align_forward sigmoid_focal_loss_backward sigmoid_focal_loss_forward
+softmax_focal_loss_backward softmax_focal_loss_forward stack_ball_query_forward
+stack_group_points_backward stack_group_points_forward sync_bn_backward_data sync_bn_backward_param
+sync_bn_forward_mean sync_bn_forward_output sync_bn_forward_var three_interpolate_backward
+three_interpolate_forward three_nn_forward tin_shift_backward tin_shift_forward upfirdn2d
+"""
+_UNCOVERED = frozenset(_NAMES.split()) - _COVERED.keys()
+
+
+def covered() -> tuple[str, ...]:
+    """Names of the functions that compute."""
+    return tuple(sorted(_COVERED))
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"mmcv._ext.{name} is not among the functions that opzoo provides: {', '.join(covered())}. "
+        "A compiled mmcv has it."
+    )
+
+
+def __getattr__(name: str) -> Callable[..., NoReturn]:
+    if name in _UNCOVERED:
+        return functools.partial(_refuse, name)
+    raise AttributeError(f"module 'mmcv._ext' has no attribute {name!r}")
