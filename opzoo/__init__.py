@@ -26,6 +26,7 @@ from opzoo.ops.matmul import MatMul, matmul
 from opzoo.ops.multi_scale_roi_align import MultiScaleRoIAlign, multi_scale_roi_align
 from opzoo.ops.nms import batched_nms, nms, nms_match, nms_padded
 from opzoo.ops.roi_align import RoIAlign, roi_align
+from opzoo.ops.sigmoid_focal_loss import SigmoidFocalLoss, sigmoid_focal_loss
 from opzoo.ops.soft_nms import batched_soft_nms, soft_nms
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "MatMul",
     "MultiScaleRoIAlign",
     "RoIAlign",
+    "SigmoidFocalLoss",
     "__version__",
     "add",
     "batched_nms",
@@ -48,5 +50,6 @@ __all__ = [
     "reference",
     "roi_align",
     "set_debug",
+    "sigmoid_focal_loss",
     "soft_nms",
 ]

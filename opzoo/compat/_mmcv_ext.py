@@ -299,6 +299,65 @@ def _first_numbers(maps: Tensor, size: torch.Size) -> Tensor:
     return flat[:, :count].unflatten(1, (maps.shape[1], *size))
 
 
+def sigmoid_focal_loss_forward(
+    input: Tensor, target: Tensor, weight: Tensor, output: Tensor, gamma: float, alpha: float
+) -> None:
+    """Loss of every logit against class ids; ``weight`` has one factor per class, or no element."""
+    output.copy_(_ops.sigmoid_focal_loss(input, target, alpha, gamma))
+    if weight.numel():
+        output.mul_(_factors(weight, target)[:, None])
+
+
+def sigmoid_focal_loss_backward(
+    input: Tensor, target: Tensor, weight: Tensor, grad_input: Tensor, gamma: float, alpha: float
+) -> None:
+    """Derivative of every loss of :func:`sigmoid_focal_loss_forward` in its own logit."""
+    ones = torch.ones((), dtype=input.dtype, device=input.device).expand(input.shape)
+    grad_input.copy_(_ops._sigmoid_focal_loss_backward(ones, input, target, alpha, gamma))
+    if weight.numel():
+        grad_input.mul_(_factors(weight, target)[:, None])
+
+
+def softmax_focal_loss_forward(
+    softmax: Tensor, target: Tensor, weight: Tensor, output: Tensor, gamma: float, alpha: float
+) -> None:
+    """Loss of every row of probabilities; a negative class id has none."""
+    p, factor = _probability(softmax, target, weight)
+    output.copy_(-alpha * (1 - p) ** gamma * _log(p) * factor)
+
+
+def softmax_focal_loss_backward(
+    softmax: Tensor, target: Tensor, weight: Tensor, buff: Tensor, grad_input: Tensor, gamma: float, alpha: float
+) -> None:
+    """Derivative of the loss of each row in its logits; ``buff`` keeps the part that a row shares."""
+    p, factor = _probability(softmax, target, weight)
+    shared = gamma * (1 - p) ** (gamma - 1) * p * _log(p) if gamma else torch.zeros_like(p)
+    shared = alpha * (shared - (1 - p) ** gamma) * factor
+    buff.copy_(shared)
+    hit = target[:, None] == torch.arange(softmax.shape[1], device=softmax.device)
+    grad_input.copy_(shared[:, None] * (hit.to(shared.dtype) - softmax.to(shared.dtype)))
+
+
+def _factors(weight: Tensor, target: Tensor) -> Tensor:
+    """The weight of each row's class; 1 for the background, where mmcv reads beyond the weights."""
+    known = (target >= 0) & (target < len(weight))
+    return torch.where(known, weight[target.clamp(0, len(weight) - 1)], 1)
+
+
+def _probability(softmax: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """In at least fp32: the probability of each row's class, and its weight, 0 for a negative id."""
+    if target.numel() and int(target.max()) >= softmax.shape[1]:
+        raise ValueError(f"mmcv._ext.softmax_focal_loss: class ids must be below {softmax.shape[1]}")
+    dtype = torch.promote_types(softmax.dtype, torch.float32)
+    p = softmax.gather(1, target.clamp(min=0)[:, None])[:, 0].to(dtype)
+    factor = _factors(weight, target).to(dtype) if weight.numel() else torch.ones_like(p)
+    return p, torch.where(target >= 0, factor, 0)
+
+
+def _log(p: Tensor) -> Tensor:
+    return p.clamp(min=torch.finfo(torch.float32).tiny).log()
+
+
 def get_compiler_version() -> str:
     """The compiler that built opzoo."""
     return str(build_info()["compiler"])
@@ -322,6 +381,10 @@ _COVERED: dict[str, Callable[..., Any]] = {
         deform_conv_backward_parameters,
         modulated_deform_conv_forward,
         modulated_deform_conv_backward,
+        sigmoid_focal_loss_forward,
+        sigmoid_focal_loss_backward,
+        softmax_focal_loss_forward,
+        softmax_focal_loss_backward,
         get_compiler_version,
         get_compiling_cuda_version,
     )
@@ -334,24 +397,23 @@ active_rotated_filter_backward active_rotated_filter_forward assign_score_withk_
 assign_score_withk_forward ball_query_forward bbox_overlaps bezier_align_backward bezier_align_forward
 bias_act border_align_backward border_align_forward box_iou_quadri box_iou_rotated carafe_backward
 carafe_forward carafe_naive_backward carafe_naive_forward chamfer_distance_backward
-chamfer_distance_forward contour_expand convex_giou convex_iou correlation_backward correlation_forward
-deform_roi_pool_backward deform_roi_pool_forward diff_iou_rotated_sort_vertices_forward
-dynamic_point_to_voxel_backward dynamic_point_to_voxel_forward dynamic_voxelize_forward filtered_lrelu
-filtered_lrelu_act_ furthest_point_sampling_forward furthest_point_sampling_with_dist_forward
-fused_bias_leakyrelu fused_indice_conv_forward gather_points_backward gather_points_forward
-get_indice_pairs_2d_backward get_indice_pairs_2d_forward get_indice_pairs_3d_backward get_indice_pairs_3d_forward
-get_indice_pairs_4d_forward group_points_backward group_points_forward hard_voxelize_forward
-indice_conv_backward indice_conv_forward indice_maxpool_backward indice_maxpool_forward
-iou3d_boxes_overlap_bev_forward iou3d_nms3d_forward iou3d_nms3d_normal_forward knn_forward
-masked_col2im_forward masked_im2col_forward min_area_polygons ms_deform_attn_backward
-ms_deform_attn_forward nms_quadri nms_rotated pixel_group points_in_boxes_all_forward
-points_in_boxes_cpu_forward points_in_boxes_part_forward points_in_polygons_forward prroi_pool_backward
-prroi_pool_coor_backward prroi_pool_forward psamask_backward psamask_forward
-riroi_align_rotated_backward riroi_align_rotated_forward roi_align_rotated_backward
-roi_align_rotated_forward roi_pool_backward roi_pool_forward roiaware_pool3d_backward
-roiaware_pool3d_forward roipoint_pool3d_forward rotated_feature_align_backward
-rotated_feature_align_forward sigmoid_focal_loss_backward sigmoid_focal_loss_forward
-softmax_focal_loss_backward softmax_focal_loss_forward stack_ball_query_forward
+chamfer_distance_forward contour_expand convex_giou convex_iou correlation_backward
+correlation_forward deform_roi_pool_backward deform_roi_pool_forward
+diff_iou_rotated_sort_vertices_forward dynamic_point_to_voxel_backward dynamic_point_to_voxel_forward
+dynamic_voxelize_forward filtered_lrelu filtered_lrelu_act_ furthest_point_sampling_forward
+furthest_point_sampling_with_dist_forward fused_bias_leakyrelu fused_indice_conv_forward
+gather_points_backward gather_points_forward get_indice_pairs_2d_backward get_indice_pairs_2d_forward
+get_indice_pairs_3d_backward get_indice_pairs_3d_forward get_indice_pairs_4d_forward
+group_points_backward group_points_forward hard_voxelize_forward indice_conv_backward
+indice_conv_forward indice_maxpool_backward indice_maxpool_forward iou3d_boxes_overlap_bev_forward
+iou3d_nms3d_forward iou3d_nms3d_normal_forward knn_forward masked_col2im_forward masked_im2col_forward
+min_area_polygons ms_deform_attn_backward ms_deform_attn_forward nms_quadri nms_rotated pixel_group
+points_in_boxes_all_forward points_in_boxes_cpu_forward points_in_boxes_part_forward
+points_in_polygons_forward prroi_pool_backward prroi_pool_coor_backward prroi_pool_forward
+psamask_backward psamask_forward riroi_align_rotated_backward riroi_align_rotated_forward
+roi_align_rotated_backward roi_align_rotated_forward roi_pool_backward roi_pool_forward
+roiaware_pool3d_backward roiaware_pool3d_forward roipoint_pool3d_forward
+rotated_feature_align_backward rotated_feature_align_forward stack_ball_query_forward
 stack_group_points_backward stack_group_points_forward sync_bn_backward_data sync_bn_backward_param
 sync_bn_forward_mean sync_bn_forward_output sync_bn_forward_var three_interpolate_backward
 three_interpolate_forward three_nn_forward tin_shift_backward tin_shift_forward upfirdn2d

@@ -6,6 +6,7 @@ from opzoo.reference.matmul import matmul
 from opzoo.reference.multi_scale_roi_align import multi_scale_roi_align
 from opzoo.reference.nms import batched_nms, nms, nms_match, nms_padded
 from opzoo.reference.roi_align import roi_align
+from opzoo.reference.sigmoid_focal_loss import sigmoid_focal_loss
 from opzoo.reference.soft_nms import batched_soft_nms, soft_nms
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "nms_match",
     "nms_padded",
     "roi_align",
+    "sigmoid_focal_loss",
     "soft_nms",
 ]
