@@ -143,13 +143,13 @@ def test_errors(device):
         opzoo.sigmoid_focal_loss(x, x, alpha=1.5)
     with pytest.raises(ValueError, match="opzoo::sigmoid_focal_loss: gamma must be finite and not negative, got -1"):
         opzoo.sigmoid_focal_loss(x, x, gamma=-1.0)
-    with pytest.raises(ValueError, match="opzoo::sigmoid_focal_loss: reduction must be .* got 'max'"):
+    with pytest.raises(ValueError, match=r"opzoo::sigmoid_focal_loss: reduction must be .* got 'max'"):
         opzoo.sigmoid_focal_loss(x, x, reduction="max")
     with pytest.raises(RuntimeError, match=r"opzoo::sigmoid_focal_loss: targets must have shape \[4, 3\], got \[3\]"):
         opzoo.sigmoid_focal_loss(x, x[0])
     with pytest.raises(RuntimeError, match=r"opzoo::sigmoid_focal_loss: targets must have shape \[4\], got \[3\]"):
         opzoo.sigmoid_focal_loss(x, torch.zeros(3, dtype=torch.int64, device=device))
-    with pytest.raises(RuntimeError, match="opzoo::sigmoid_focal_loss: inputs must be float64, .* got int64"):
+    with pytest.raises(RuntimeError, match=r"opzoo::sigmoid_focal_loss: inputs must be float64, .* got int64"):
         opzoo.sigmoid_focal_loss(torch.zeros(3, dtype=torch.int64, device=device), x)
     with pytest.raises(RuntimeError, match="opzoo::sigmoid_focal_loss: inputs must have an axis of classes"):
         opzoo.sigmoid_focal_loss(x.sum(), torch.zeros(3, dtype=torch.int64, device=device))

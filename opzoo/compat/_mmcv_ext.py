@@ -389,7 +389,7 @@ _COVERED: dict[str, Callable[..., Any]] = {
         get_compiling_cuda_version,
     )
 }
-__all__ = list(_COVERED)  # noqa: PLE0605
+__all__ = list(_COVERED)
 
 # The rest of what mmcv 2.0 to 2.2 asks of its compiled module when it is imported.
 _NAMES = """

@@ -65,9 +65,9 @@ def _restore_find_loader() -> None:
         spec = importlib.util.find_spec(name)
         return None if spec is None else spec.loader
 
-    pkgutil.find_loader = find_loader  # type: ignore[attr-defined]
+    pkgutil.find_loader = find_loader  # type: ignore[assignment]
 
 
 if not any(finder is _Finder for finder in sys.meta_path):
-    sys.meta_path.append(_Finder)  # type: ignore[arg-type]
+    sys.meta_path.append(_Finder)
 _restore_find_loader()

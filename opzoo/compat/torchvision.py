@@ -21,7 +21,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torchvision
 from torch import Tensor
 from torchvision.ops import boxes as _boxes

@@ -27,4 +27,4 @@ def sigmoid_focal_loss(
     loss = cross_entropy * (p * (1 - t) + torch.sigmoid(-inputs) * t) ** gamma
     if alpha >= 0:
         loss = loss * (alpha * t + (1 - alpha) * (1 - t))
-    return {"none": lambda: loss, "mean": loss.mean, "sum": loss.sum}[reduction]()
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
