@@ -23,6 +23,7 @@ from opzoo._version import __version__
 from opzoo.ops.add import Add, add
 from opzoo.ops.deform_conv2d import DeformConv2d, deform_conv2d
 from opzoo.ops.matmul import MatMul, matmul
+from opzoo.ops.ms_deform_attn import MultiScaleDeformableAttention, ms_deform_attn
 from opzoo.ops.multi_scale_roi_align import MultiScaleRoIAlign, multi_scale_roi_align
 from opzoo.ops.nms import batched_nms, nms, nms_match, nms_padded
 from opzoo.ops.roi_align import RoIAlign, roi_align
@@ -33,6 +34,7 @@ __all__ = [
     "Add",
     "DeformConv2d",
     "MatMul",
+    "MultiScaleDeformableAttention",
     "MultiScaleRoIAlign",
     "RoIAlign",
     "SigmoidFocalLoss",
@@ -43,6 +45,7 @@ __all__ = [
     "build_info",
     "deform_conv2d",
     "matmul",
+    "ms_deform_attn",
     "multi_scale_roi_align",
     "nms",
     "nms_match",

@@ -1,7 +1,7 @@
 """Unmodified configs of MMDetection on opzoo: build, loss, backward, predict on random data; a table of what came out.
 
     pip install mmdet==3.3.0 mmengine==0.10.7 mmcv-lite==2.1.0
-    python tools/mmdet_configs.py                  # all of CONFIGS, one process each; writes docs/howto/mmdet_configs.md
+    python tools/mmdet_configs.py                  # all of CONFIGS; writes docs/howto/mmdet_configs.md
     python tools/mmdet_configs.py CONFIG           # one, here, with its traceback
 
 Weights are random (nothing is downloaded), images 128 x 128. "ops" are the functions of ``mmcv._ext`` that were called.
@@ -24,38 +24,87 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "howto" / "mmdet_configs.md"
 SECONDS = 600  # for one config
 
-CONFIGS = """
-atss/atss_r50_fpn_1x_coco autoassign/autoassign_r50-caffe_fpn_1x_coco boxinst/boxinst_r50_fpn_ms-90k_coco
-carafe/faster-rcnn_r50_fpn-carafe_1x_coco carafe/mask-rcnn_r50_fpn-carafe_1x_coco
-cascade_rcnn/cascade-mask-rcnn_r50_fpn_1x_coco cascade_rpn/cascade-rpn_faster-rcnn_r50-caffe_fpn_1x_coco
-centernet/centernet-update_r50-caffe_fpn_ms-1x_coco centernet/centernet_r18-dcnv2_8xb16-crop512-140e_coco
-centripetalnet/centripetalnet_hourglass104_16xb6-crop511-210e-mstest_coco condinst/condinst_r50_fpn_ms-poly-90k_coco_instance
-conditional_detr/conditional-detr_r50_8xb2-50e_coco cornernet/cornernet_hourglass104_8xb6-210e-mstest_coco
-dab_detr/dab-detr_r50_8xb2-50e_coco dcn/cascade-mask-rcnn_r50-dconv-c3-c5_fpn_1x_coco dcn/faster-rcnn_r50_fpn_dpool_1x_coco
-dcn/mask-rcnn_r50-dconv-c3-c5_fpn_1x_coco dcnv2/faster-rcnn_r50-mdconv-c3-c5_fpn_1x_coco
-dcnv2/faster-rcnn_r50-mdconv-group4-c3-c5_fpn_1x_coco dcnv2/faster-rcnn_r50_fpn_mdpool_1x_coco
-dcnv2/mask-rcnn_r50-mdconv-c3-c5_fpn_1x_coco ddod/ddod_r50_fpn_1x_coco ddq/ddq-detr-4scale_r50_8xb2-12e_coco
-deformable_detr/deformable-detr-refine-twostage_r50_16xb2-50e_coco deformable_detr/deformable-detr_r50_16xb2-50e_coco
-detectors/cascade-rcnn_r50-sac_1x_coco detr/detr_r50_8xb2-150e_coco dino/dino-4scale_r50_8xb2-12e_coco
-double_heads/dh-faster-rcnn_r50_fpn_1x_coco dyhead/atss_r50_fpn_dyhead_1x_coco dynamic_rcnn/dynamic-rcnn_r50_fpn_1x_coco
-empirical_attention/faster-rcnn_r50-attn0010-dcn_fpn_1x_coco fast_rcnn/fast-rcnn_r50_fpn_1x_coco
-faster_rcnn/faster-rcnn_r50_fpn_1x_coco faster_rcnn/faster-rcnn_r50_fpn_soft-nms_1x_coco
-fcos/fcos_r50-dcn-caffe_fpn_gn-head-center-normbbox-centeronreg-giou_1x_coco foveabox/fovea_r50_fpn_gn-head-align_4xb4-2x_coco
-free_anchor/freeanchor_r50_fpn_1x_coco fsaf/fsaf_r50_fpn_1x_coco gfl/gfl_r50_fpn_1x_coco ghm/retinanet_r50_fpn_ghm-1x_coco
-grid_rcnn/grid-rcnn_r50_fpn_gn-head_1x_coco groie/faste-rcnn_r50_fpn_groie_1x_coco
-guided_anchoring/ga-faster-rcnn_r50-caffe_fpn_1x_coco guided_anchoring/ga-retinanet_r50-caffe_fpn_1x_coco
-htc/htc-without-semantic_r50_fpn_1x_coco htc/htc_r50_fpn_1x_coco ld/ld_r18-gflv1-r101_fpn_1x_coco
-libra_rcnn/libra-faster-rcnn_r50_fpn_1x_coco mask2former/mask2former_r50_8xb2-lsj-50e_coco mask_rcnn/mask-rcnn_r50_fpn_1x_coco
-maskformer/maskformer_r50_ms-16xb1-75e_coco ms_rcnn/ms-rcnn_r50-caffe_fpn_1x_coco nas_fpn/retinanet_r50_nasfpn_crop640-50e_coco
-paa/paa_r50_fpn_1x_coco pafpn/faster-rcnn_r50_pafpn_1x_coco panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco
-pisa/faster-rcnn_r50_fpn_pisa_1x_coco pisa/retinanet_r50_fpn_pisa_1x_coco point_rend/point-rend_r50-caffe_fpn_ms-1x_coco
-queryinst/queryinst_r50_fpn_1x_coco reppoints/reppoints-moment_r50_fpn_1x_coco retinanet/retinanet_r50_fpn_1x_coco
-rpn/rpn_r50_fpn_1x_coco rtmdet/rtmdet-ins_tiny_8xb32-300e_coco rtmdet/rtmdet_tiny_8xb32-300e_coco sabl/sabl-retinanet_r50_fpn_1x_coco
-scnet/scnet_r50_fpn_1x_coco solo/solo_r50_fpn_1x_coco solov2/solov2-light_r50-dcn_fpn_ms-3x_coco
-sparse_rcnn/sparse-rcnn_r50_fpn_1x_coco ssd/ssd300_coco tood/tood_r50_fpn_1x_coco tridentnet/tridentnet_r50-caffe_1x_coco
-vfnet/vfnet_r50-mdconv-c3-c5_fpn_ms-2x_coco yolact/yolact_r50_1xb8-55e_coco yolo/yolov3_d53_8xb8-320-273e_coco
-yolof/yolof_r50-c5_8xb8-1x_coco yolox/yolox_s_8xb8-300e_coco
-""".split()
+CONFIGS = [
+    "atss/atss_r50_fpn_1x_coco",
+    "autoassign/autoassign_r50-caffe_fpn_1x_coco",
+    "boxinst/boxinst_r50_fpn_ms-90k_coco",
+    "carafe/faster-rcnn_r50_fpn-carafe_1x_coco",
+    "carafe/mask-rcnn_r50_fpn-carafe_1x_coco",
+    "cascade_rcnn/cascade-mask-rcnn_r50_fpn_1x_coco",
+    "cascade_rpn/cascade-rpn_faster-rcnn_r50-caffe_fpn_1x_coco",
+    "centernet/centernet-update_r50-caffe_fpn_ms-1x_coco",
+    "centernet/centernet_r18-dcnv2_8xb16-crop512-140e_coco",
+    "centripetalnet/centripetalnet_hourglass104_16xb6-crop511-210e-mstest_coco",
+    "condinst/condinst_r50_fpn_ms-poly-90k_coco_instance",
+    "conditional_detr/conditional-detr_r50_8xb2-50e_coco",
+    "cornernet/cornernet_hourglass104_8xb6-210e-mstest_coco",
+    "dab_detr/dab-detr_r50_8xb2-50e_coco",
+    "dcn/cascade-mask-rcnn_r50-dconv-c3-c5_fpn_1x_coco",
+    "dcn/faster-rcnn_r50_fpn_dpool_1x_coco",
+    "dcn/mask-rcnn_r50-dconv-c3-c5_fpn_1x_coco",
+    "dcnv2/faster-rcnn_r50-mdconv-c3-c5_fpn_1x_coco",
+    "dcnv2/faster-rcnn_r50-mdconv-group4-c3-c5_fpn_1x_coco",
+    "dcnv2/faster-rcnn_r50_fpn_mdpool_1x_coco",
+    "dcnv2/mask-rcnn_r50-mdconv-c3-c5_fpn_1x_coco",
+    "ddod/ddod_r50_fpn_1x_coco",
+    "ddq/ddq-detr-4scale_r50_8xb2-12e_coco",
+    "deformable_detr/deformable-detr-refine-twostage_r50_16xb2-50e_coco",
+    "deformable_detr/deformable-detr_r50_16xb2-50e_coco",
+    "detectors/cascade-rcnn_r50-sac_1x_coco",
+    "detr/detr_r50_8xb2-150e_coco",
+    "dino/dino-4scale_r50_8xb2-12e_coco",
+    "double_heads/dh-faster-rcnn_r50_fpn_1x_coco",
+    "dyhead/atss_r50_fpn_dyhead_1x_coco",
+    "dynamic_rcnn/dynamic-rcnn_r50_fpn_1x_coco",
+    "empirical_attention/faster-rcnn_r50-attn0010-dcn_fpn_1x_coco",
+    "fast_rcnn/fast-rcnn_r50_fpn_1x_coco",
+    "faster_rcnn/faster-rcnn_r50_fpn_1x_coco",
+    "faster_rcnn/faster-rcnn_r50_fpn_soft-nms_1x_coco",
+    "fcos/fcos_r50-dcn-caffe_fpn_gn-head-center-normbbox-centeronreg-giou_1x_coco",
+    "foveabox/fovea_r50_fpn_gn-head-align_4xb4-2x_coco",
+    "free_anchor/freeanchor_r50_fpn_1x_coco",
+    "fsaf/fsaf_r50_fpn_1x_coco",
+    "gfl/gfl_r50_fpn_1x_coco",
+    "ghm/retinanet_r50_fpn_ghm-1x_coco",
+    "grid_rcnn/grid-rcnn_r50_fpn_gn-head_1x_coco",
+    "groie/faste-rcnn_r50_fpn_groie_1x_coco",
+    "guided_anchoring/ga-faster-rcnn_r50-caffe_fpn_1x_coco",
+    "guided_anchoring/ga-retinanet_r50-caffe_fpn_1x_coco",
+    "htc/htc-without-semantic_r50_fpn_1x_coco",
+    "htc/htc_r50_fpn_1x_coco",
+    "ld/ld_r18-gflv1-r101_fpn_1x_coco",
+    "libra_rcnn/libra-faster-rcnn_r50_fpn_1x_coco",
+    "mask2former/mask2former_r50_8xb2-lsj-50e_coco",
+    "mask_rcnn/mask-rcnn_r50_fpn_1x_coco",
+    "maskformer/maskformer_r50_ms-16xb1-75e_coco",
+    "ms_rcnn/ms-rcnn_r50-caffe_fpn_1x_coco",
+    "nas_fpn/retinanet_r50_nasfpn_crop640-50e_coco",
+    "paa/paa_r50_fpn_1x_coco",
+    "pafpn/faster-rcnn_r50_pafpn_1x_coco",
+    "panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco",
+    "pisa/faster-rcnn_r50_fpn_pisa_1x_coco",
+    "pisa/ssd300_pisa_coco",
+    "point_rend/point-rend_r50-caffe_fpn_ms-1x_coco",
+    "queryinst/queryinst_r50_fpn_1x_coco",
+    "reppoints/reppoints-moment_r50_fpn_1x_coco",
+    "retinanet/retinanet_r50_fpn_1x_coco",
+    "rpn/rpn_r50_fpn_1x_coco",
+    "rtmdet/rtmdet-ins_tiny_8xb32-300e_coco",
+    "rtmdet/rtmdet_tiny_8xb32-300e_coco",
+    "sabl/sabl-retinanet_r50_fpn_1x_coco",
+    "scnet/scnet_r50_fpn_1x_coco",
+    "solo/solo_r50_fpn_1x_coco",
+    "solov2/solov2-light_r50-dcn_fpn_ms-3x_coco",
+    "sparse_rcnn/sparse-rcnn_r50_fpn_1x_coco",
+    "ssd/ssd300_coco",
+    "tood/tood_r50_fpn_1x_coco",
+    "tridentnet/tridentnet_r50-caffe_1x_coco",
+    "vfnet/vfnet_r50-mdconv-c3-c5_fpn_ms-2x_coco",
+    "yolact/yolact_r50_1xb8-55e_coco",
+    "yolo/yolov3_d53_8xb8-320-273e_coco",
+    "yolof/yolof_r50-c5_8xb8-1x_coco",
+    "yolox/yolox_s_8xb8-300e_coco",
+]
 
 
 def count_calls() -> Counter[str]:
@@ -63,6 +112,7 @@ def count_calls() -> Counter[str]:
     import functools
 
     import mmcv._ext as ext
+
     import opzoo.compat.mmcv as compat
 
     calls: Counter[str] = Counter()
@@ -97,8 +147,6 @@ def run(name: str) -> dict[str, Any]:
     """Build, loss, backward, predict; what was called and how long it took."""
     warnings.filterwarnings("ignore")
     import torch
-
-    import opzoo.compat.mmcv
 
     calls = count_calls()
     import mmdet
@@ -165,7 +213,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     lines = [
         "# MMDetection configs that run",
         "",
-        f"{good} of {len(results)} unmodified configs build, give a finite loss and finite gradients and predict, on the",
+        f"{good} of {len(results)} unmodified configs build, give finite loss and finite gradients and predict on the",
         f"CPU ({versions}). Written by `tools/mmdet_configs.py` on {datetime.date.today()}.",
         "",
         "| config | outcome | functions of `mmcv._ext`, calls |",

@@ -3,6 +3,7 @@
 from opzoo.reference.add import add
 from opzoo.reference.deform_conv2d import deform_conv2d
 from opzoo.reference.matmul import matmul
+from opzoo.reference.ms_deform_attn import ms_deform_attn
 from opzoo.reference.multi_scale_roi_align import multi_scale_roi_align
 from opzoo.reference.nms import batched_nms, nms, nms_match, nms_padded
 from opzoo.reference.roi_align import roi_align
@@ -15,6 +16,7 @@ __all__ = [
     "batched_soft_nms",
     "deform_conv2d",
     "matmul",
+    "ms_deform_attn",
     "multi_scale_roi_align",
     "nms",
     "nms_match",
