@@ -70,7 +70,7 @@ def test_gradients_are_the_same(device):
 
 
 def test_every_name_is_replaced_and_given_back(monkeypatch):
-    names = ("nms", "batched_nms", "roi_align", "deform_conv2d")
+    names = ("nms", "batched_nms", "roi_align", "deform_conv2d", "sigmoid_focal_loss")
     before = {name: getattr(torchvision.ops, name) for name in names}
     pool = compat._poolers._multiscale_roi_align
     with compat.installed():

@@ -358,6 +358,70 @@ def _log(p: Tensor) -> Tensor:
     return p.clamp(min=torch.finfo(torch.float32).tiny).log()
 
 
+def ms_deform_attn_forward(
+    value: Tensor,
+    value_spatial_shapes: Tensor,
+    value_level_start_index: Tensor,
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+    im2col_step: int,
+) -> Tensor:
+    """Multi-scale deformable attention."""
+    return opzoo.ms_deform_attn(
+        value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
+    )
+
+
+def ms_deform_attn_backward(
+    value: Tensor,
+    value_spatial_shapes: Tensor,
+    value_level_start_index: Tensor,
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+    grad_output: Tensor,
+    grad_value: Tensor,
+    grad_sampling_loc: Tensor,
+    grad_attn_weight: Tensor,
+    im2col_step: int,
+) -> None:
+    """Gradients of :func:`ms_deform_attn_forward`."""
+    found = _ops._ms_deform_attn_backward(
+        grad_output,
+        value,
+        value_spatial_shapes,
+        value_level_start_index,
+        sampling_locations,
+        attention_weights,
+        True,
+    )
+    for target, grad in zip((grad_value, grad_sampling_loc, grad_attn_weight), found, strict=True):
+        target.copy_(grad)
+
+
+def masked_im2col_forward(
+    im: Tensor,
+    mask_h_idx: Tensor,
+    mask_w_idx: Tensor,
+    col: Tensor,
+    kernel_h: int,
+    kernel_w: int,
+    pad_h: int,
+    pad_w: int,
+) -> None:
+    """``col[C * kernel_h * kernel_w, n]``: the windows of the one image ``im`` at these n pixels of the result."""
+    padded = torch.nn.functional.pad(im[0], (pad_w, pad_w, pad_h, pad_h))
+    rows = mask_h_idx + torch.arange(kernel_h, device=im.device)[:, None]  # [kernel_h, n]
+    columns = mask_w_idx + torch.arange(kernel_w, device=im.device)[:, None]
+    col.copy_(padded[:, rows[:, None], columns[None]].reshape(col.shape))
+
+
+def masked_col2im_forward(
+    col: Tensor, mask_h_idx: Tensor, mask_w_idx: Tensor, im: Tensor, height: int, width: int, channels: int
+) -> None:
+    """Columns ``[channels, n]`` to these n pixels of the one image ``im``."""
+    im[0][:, mask_h_idx, mask_w_idx] = col
+
+
 def get_compiler_version() -> str:
     """The compiler that built opzoo."""
     return str(build_info()["compiler"])
@@ -385,6 +449,10 @@ _COVERED: dict[str, Callable[..., Any]] = {
         sigmoid_focal_loss_backward,
         softmax_focal_loss_forward,
         softmax_focal_loss_backward,
+        ms_deform_attn_forward,
+        ms_deform_attn_backward,
+        masked_im2col_forward,
+        masked_col2im_forward,
         get_compiler_version,
         get_compiling_cuda_version,
     )
@@ -406,9 +474,8 @@ gather_points_backward gather_points_forward get_indice_pairs_2d_backward get_in
 get_indice_pairs_3d_backward get_indice_pairs_3d_forward get_indice_pairs_4d_forward
 group_points_backward group_points_forward hard_voxelize_forward indice_conv_backward
 indice_conv_forward indice_maxpool_backward indice_maxpool_forward iou3d_boxes_overlap_bev_forward
-iou3d_nms3d_forward iou3d_nms3d_normal_forward knn_forward masked_col2im_forward masked_im2col_forward
-min_area_polygons ms_deform_attn_backward ms_deform_attn_forward nms_quadri nms_rotated pixel_group
-points_in_boxes_all_forward points_in_boxes_cpu_forward points_in_boxes_part_forward
+iou3d_nms3d_forward iou3d_nms3d_normal_forward knn_forward min_area_polygons nms_quadri nms_rotated
+pixel_group points_in_boxes_all_forward points_in_boxes_cpu_forward points_in_boxes_part_forward
 points_in_polygons_forward prroi_pool_backward prroi_pool_coor_backward prroi_pool_forward
 psamask_backward psamask_forward riroi_align_rotated_backward riroi_align_rotated_forward
 roi_align_rotated_backward roi_align_rotated_forward roi_pool_backward roi_pool_forward

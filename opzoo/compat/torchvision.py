@@ -1,7 +1,7 @@
 """opzoo under the functions of ``torchvision.ops``, for models that are already written.
 
-``install()`` rebinds ``nms``, ``batched_nms``, ``roi_align``, ``deform_conv2d`` and the pooler of a
-pyramid wherever torchvision's own modules hold them, so ``torchvision.models.detection`` and the modules
+``install()`` rebinds ``nms``, ``batched_nms``, ``roi_align``, ``deform_conv2d``, ``sigmoid_focal_loss`` and the
+pooler of a pyramid wherever torchvision's own modules hold them, so ``torchvision.models.detection`` and the modules
 of ``torchvision.ops`` call opzoo, models built earlier included. Names that other code imported
 (``from torchvision.ops import nms``) stay what they were. ``uninstall()`` takes it back, and
 ``installed()`` does both around a ``with`` block::
@@ -26,6 +26,7 @@ from torch import Tensor
 from torchvision.ops import boxes as _boxes
 
 import opzoo
+from opzoo.compat._rebind import rebind
 from opzoo.ops.multi_scale_roi_align import _pool
 
 # Not attributes of torchvision.ops: there the functions stand, by the same names.
@@ -92,26 +93,19 @@ _REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     _original_roi_align: _roi_align,
     _original_pool: _multiscale_roi_align,
     _original_deform_conv2d: opzoo.deform_conv2d,
+    torchvision.ops.sigmoid_focal_loss: opzoo.sigmoid_focal_loss,
 }
-
-
-def _rebind(instead: dict[Callable[..., Any], Callable[..., Any]]) -> None:
-    for name, module in list(sys.modules.items()):
-        if name != "torchvision" and not name.startswith("torchvision."):
-            continue
-        for attribute, value in list(vars(module).items()):
-            if callable(value) and isinstance(value, type(_nms)) and value in instead:
-                setattr(module, attribute, instead[value])
+_PACKAGES = ("torchvision",)
 
 
 def install() -> None:
     """Put opzoo under torchvision's operators; a second call also reaches modules imported since the first."""
-    _rebind(_REPLACEMENTS)
+    rebind(_PACKAGES, _REPLACEMENTS)
 
 
 def uninstall() -> None:
     """Give torchvision its own operators back."""
-    _rebind({ours: theirs for theirs, ours in _REPLACEMENTS.items()})
+    rebind(_PACKAGES, {ours: theirs for theirs, ours in _REPLACEMENTS.items()})
 
 
 @contextlib.contextmanager
