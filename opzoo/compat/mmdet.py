@@ -75,9 +75,9 @@ class MultiScaleDeformableAttention(mmcv.ops.MultiScaleDeformableAttention):  # 
         identity: Tensor | None = None,
         query_pos: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
-        reference_points: Tensor | None = None,
-        spatial_shapes: Tensor | None = None,
-        level_start_index: Tensor | None = None,
+        reference_points: Any = None,
+        spatial_shapes: Any = None,
+        level_start_index: Any = None,
         **kwargs: Any,
     ) -> Tensor:
         return opzoo.MultiScaleDeformableAttention.forward(
@@ -115,7 +115,7 @@ def _batched_nms(
     least = options.pop("score_threshold", 0)
     soft = {key: options.pop(key) for key in ("sigma", "min_score", "method") if kind == "soft_nms" and key in options}
     if nms_cfg is None or options or boxes.shape[-1] != 4 or kind not in ("nms", "soft_nms"):
-        return _mmcv_batched_nms(boxes, scores, idxs, nms_cfg, class_agnostic)  # type: ignore[no-any-return]
+        return _mmcv_batched_nms(boxes, scores, idxs, nms_cfg, class_agnostic)
     edges = _to_edges(boxes, offset)
     classes = torch.zeros_like(idxs, dtype=torch.int64) if agnostic else idxs.to(torch.int64)
     if kind == "soft_nms":
@@ -147,7 +147,7 @@ def _soft_nms(
 ) -> tuple[Any, Any]:
     """mmcv's ``soft_nms`` on the device of the boxes; arrays go to mmcv's own."""
     if not isinstance(boxes, Tensor):
-        return _mmcv_soft_nms(boxes, scores, iou_threshold, sigma, min_score, method, offset)  # type: ignore[no-any-return]
+        return _mmcv_soft_nms(boxes, scores, iou_threshold, sigma, min_score, method, offset)
     lowered, keep = opzoo.soft_nms(_to_edges(boxes, offset), scores, iou_threshold, sigma, min_score, method)
     return torch.cat([boxes[keep], lowered[:, None].to(boxes.dtype)], -1), keep
 
