@@ -90,7 +90,7 @@ def test_the_overlay_is_one_file_and_enough(tmp_path):
         assert files == ["mmcv/_ext.py"]
         archive.extractall(site)
     code = "import mmcv.ops, mmcv._ext as e; print(e.__file__, e.nms.__module__)"
-    assert python(code, site, cwd=tmp_path) == f"{site / 'mmcv' / '_ext.py'} opzoo.compat._mmcv_ext"
+    assert python(code, site, cwd=tmp_path) == f"{site / 'mmcv' / '_ext.py'} opzoo.compat._mmcv_boxes"
     overlay = (ROOT / "opzoo-mmcv" / "src" / "mmcv" / "_ext.py").read_text()
     assert overlay == (ROOT / "opzoo" / "compat" / "_mmcv_overlay.py").read_text()
 
@@ -242,3 +242,48 @@ def test_masked_conv():
     x, mask = torch.randn(1, 3, 8, 9), (torch.rand(1, 8, 9) > 0.5).float()
     with torch.no_grad():
         torch.testing.assert_close(conv(x, mask), conv(x) * mask)
+
+
+@pytest.mark.parametrize("naive", [False, True])
+def test_carafe(naive):
+    features = torch.randn(2, 4, 3, 5, dtype=torch.float64, requires_grad=True)
+    masks = torch.rand(2, 18, 6, 10, dtype=torch.float64, requires_grad=True)
+    function = ops.carafe_naive if naive else ops.carafe
+    out = function(features, masks, 3, 2, 2)
+    expected = opzoo.reference.carafe(features, masks, 3, 2, 2)
+    torch.testing.assert_close(out, expected)
+    if naive:  # its backward asserts a CUDA tensor
+        return
+    along = torch.randn_like(out)
+    for ours, theirs in zip(
+        torch.autograd.grad(out, (features, masks), along),
+        torch.autograd.grad(expected, (features, masks), along),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_roi_pool():
+    """By hand: bins of 1.5 pixels from pixel 1 on, edges rounded outwards."""
+    x = torch.arange(64.0).reshape(1, 1, 8, 8).requires_grad_()
+    out = ops.roi_pool(x, torch.tensor([[0, 1.0, 2.0, 3.0, 4.0]]), (2, 2), 1.0)
+    # x: [1, 4) in bins [1, 2.5) and [2.5, 4); y: [2, 5) in bins [2, 3.5) and [3.5, 5).
+    assert out.flatten().tolist() == [3 * 8 + 2, 3 * 8 + 3, 4 * 8 + 2, 4 * 8 + 3]
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert grad.sum() == 4 and grad[0, 0, 3:5, 2:4].tolist() == [[1, 1], [1, 1]]
+
+
+def test_deform_roi_pool():
+    """Without offsets RoIAlign; with the same offset for all bins RoIAlign of the moved box."""
+    x = torch.randn(2, 3, 16, 16, dtype=torch.float64, requires_grad=True)
+    rois = torch.tensor([[0, 4.0, 6, 40, 33], [1, 10, 2, 50, 61]], dtype=torch.float64)
+    pool = lambda x, offset: ops.deform_roi_pool(x, rois, offset, (2, 3), 0.25, 2, 0.1)  # noqa: E731
+    torch.testing.assert_close(pool(x, None), torchvision.ops.roi_align(x, rois, (2, 3), 0.25, 2, True))
+    offset = torch.tensor([0.7, -0.4], dtype=torch.float64)[:, None, None].expand(2, 2, 2, 3)
+    moved = rois.clone()
+    for k in range(2):
+        for axis in range(2):
+            moved[k, 1 + axis :: 2] += 0.1 * (rois[k, 3 + axis] - rois[k, 1 + axis]) * offset[k, axis, 0, 0]
+    torch.testing.assert_close(pool(x, offset), torchvision.ops.roi_align(x, moved, (2, 3), 0.25, 2, True))
+    free = torch.randn(2, 2, 2, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(pool, (x, free))

@@ -32,7 +32,8 @@ model = dict(
     test_cfg=dict(rcnn=dict(score_thr=0.0)))
 train_pipeline = [
     dict(type='LoadImageFromFile'), dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
-    dict(type='Resize', scale=(128, 96), keep_ratio=True), dict(type='RandomFlip', prob=0.5), dict(type='PackDetInputs')]
+    dict(type='Resize', scale=(128, 96), keep_ratio=True), dict(type='RandomFlip', prob=0.5),
+    dict(type='PackDetInputs')]
 test_pipeline = [
     dict(type='LoadImageFromFile'), dict(type='Resize', scale=(128, 96), keep_ratio=True),
     dict(type='LoadAnnotations', with_bbox=True, with_mask=True),

@@ -25,7 +25,7 @@ from mmengine.registry import MODELS, Registry
 from torch import Tensor, nn
 
 import opzoo
-from opzoo.compat._mmcv_ext import _to_edges
+from opzoo.compat._mmcv_boxes import _to_edges
 from opzoo.compat._rebind import rebind
 
 # The function of the same name hides the module mmcv.ops.nms.
