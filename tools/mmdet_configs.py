@@ -13,6 +13,7 @@ import argparse
 import datetime
 import functools
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -217,7 +218,8 @@ def in_a_process(name: str) -> dict[str, Any]:
         if line.startswith('{"outcome"'):
             return dict(json.loads(line))
     last = (child.stderr.strip().splitlines() or ["no output"])[-1]
-    return {"outcome": f"failed: {last}"[:200], "calls": {}}
+    folder = Path(importlib.util.find_spec("mmdet").origin).parent  # type: ignore[union-attr, arg-type]
+    return {"outcome": f"failed: {last.replace(str(folder), 'mmdet')}"[:200], "calls": {}}
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
