@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "howto" / "mmdet_configs.md"
 SECONDS = 600  # for one config
-SIDES = {"dino/": 256, "ddq/": 256, "ssd/": 300, "paa/": 256}  # of the image where 128 pixels are too few
+SIDES = {"dino/": 256, "ddq/": 256, "ssd/": 300, "pisa/ssd": 300, "paa/": 256}  # of the image where 128 pixels are too few
 
 CONFIGS = [
     "atss/atss_r50_fpn_1x_coco",
@@ -165,7 +165,8 @@ def run(name: str) -> dict[str, Any]:
     without_downloads(config.model)
     torch.manual_seed(0)
     model = MODELS.build(config.model).train()
-    MessageHub.get_current_instance().update_info("epoch", 0)  # as the runner does
+    for counter in ("epoch", "iter"):
+        MessageHub.get_current_instance().update_info(counter, 0)  # as the runner does
     for module in model.modules():
         if hasattr(module, "weight_gamma"):  # of standardised weights: a checkpoint brings their scale
             module.weight_gamma.fill_(module.weight[0].numel() ** -0.5)

@@ -14,6 +14,16 @@
 
 namespace opzoo {
 
+// a / b, on a GPU in fp32 by a reciprocal that is off by at most 2 units of the last place, for |b|
+// below 2^126: a rounded division costs as much as the rest of a short formula.
+template <class F>
+OPZOO_ALWAYS_INLINE F divide(const F& a, const F& b) {
+#ifdef __CUDA_ARCH__
+  if constexpr (std::is_same_v<F, float>) return __fdividef(a, b);
+#endif
+  return a / b;
+}
+
 // exp(a) for a <= 0, within 1.1 units of the last place; 0 below -87.3, where fp32 turns subnormal.
 // I is the integer type, or vector of them, that overlays F.
 template <class I, class F>
@@ -35,11 +45,11 @@ OPZOO_ALWAYS_INLINE void exp_of_negative(const F& a, F& result) {
   result = a < -87.3f ? F{} : value;
 }
 
-// log(1 + e) for 0 <= e <= 1, within 2 units of the last place.
+// log(1 + e) for 0 <= e <= 1, within 2 units of the last place (on a GPU 4).
 template <class F>
 OPZOO_ALWAYS_INLINE void log_of_one_plus(const F& e, F& result) {
   // log((1 + s) / (1 - s)) = 2 (s + s^3 / 3 + s^5 / 5 ...), s at most 1/3.
-  const F s = e / (e + 2.0f);
+  const F s = divide(e, F(e + 2.0f));
   const F square = s * s;
   F series = square * 0.0666666667f + 0.0769230769f;
   series = series * square + 0.0909090909f;

@@ -5,39 +5,74 @@
 namespace opzoo {
 namespace {
 
-bool on_vector_boundary(const void* data) {
-  return reinterpret_cast<uintptr_t>(data) % 16 == 0;
+// A block for heads of `lanes` vectors; rows is 0 where its kernels do not fit, and the kernels for
+// any head take over.
+template <class Plan>
+AttnBlock make_block(const MsDeformAttnParams& p,
+                     int64_t vector,
+                     int64_t alignment,
+                     const void* grad) {
+  AttnBlock block{};
+  const int64_t lanes = p.D / vector;
+  const bool on_boundary = reinterpret_cast<uintptr_t>(p.value) % alignment == 0 &&
+                           reinterpret_cast<uintptr_t>(grad) % alignment == 0;
+  if (p.D % vector != 0 || lanes > kAttnBlock || !on_boundary || p.L > kAttnMaxLevels ||
+      p.samples() > (1 << 20)) {
+    return block;
+  }
+  block.lanes = static_cast<int>(lanes);
+  block.rows = static_cast<int>(std::min<int64_t>(kAttnBlock / lanes, p.Q));
+  constexpr int64_t kPlans = kAttnPlanBytes / sizeof(Plan);
+  block.chunk = static_cast<int>(std::clamp<int64_t>(kPlans / block.rows, 1, p.samples() + 1));
+  block.query_blocks = div_up<int64_t>(p.Q, block.rows);
+  return block;
 }
 
-template <class T>
-constexpr int kLoadVector = 16 / sizeof(T);
+template <class Kernel>
+void launch_blocks(Kernel* kernel,
+                   const MsDeformAttnParams& p,
+                   const AttnBlock& block,
+                   cudaStream_t stream) {
+  const int64_t units = p.B * p.M * block.query_blocks;
+  const size_t bytes = kAttnPlanBytes + kAttnMaxLevels * sizeof(AttnLevel);
+  kernel<<<grid_for(units, 1), kAttnBlock, bytes, stream>>>(p, block);
+}
 
-template <class T>
-bool takes_vectors(const MsDeformAttnParams& p) {
-  return p.D % kLoadVector<T> == 0 && on_vector_boundary(p.value) && on_vector_boundary(p.grad);
+// Whether offsets within an item, counted in vectors, fit 32 bits.
+bool fits_32_bits(const MsDeformAttnParams& p, const AttnBlock& block) {
+  return static_cast<double>(p.S) * static_cast<double>(p.M) * block.lanes < 2147483647.0;
 }
 
 template <class T, class C>
 void launch_forward(const MsDeformAttnParams& p, cudaStream_t stream) {
-  const bool vectors = takes_vectors<T>(p);
-  const int64_t lanes = vectors ? p.D / kLoadVector<T> : p.D;
-  const int64_t items = p.B * p.Q * p.M * lanes;
-  const auto kernel =
-      vectors ? attn_forward_kernel<T, C, kLoadVector<T>> : attn_forward_kernel<T, C, 1>;
-  kernel<<<grid_for(items, kAttnBlock), kAttnBlock, 0, stream>>>(p, lanes, items);
+  using acc = acc_t<T>;
+  constexpr int kVector = 16 / sizeof(T);
+  const AttnBlock block = make_block<AttnForwardPlan<acc, int64_t>>(p, kVector, 16, nullptr);
+  if (block.rows == 0) {
+    const int64_t items = p.B * p.Q * p.M * p.D;
+    attn_forward_any_kernel<T, C><<<grid_for(items), kBlockSize, 0, stream>>>(p, items);
+  } else if (fits_32_bits(p, block)) {
+    launch_blocks(attn_forward_kernel<T, C, int32_t, kVector>, p, block, stream);
+  } else {
+    launch_blocks(attn_forward_kernel<T, C, int64_t, kVector>, p, block, stream);
+  }
 }
 
 template <class T, class C>
 void launch_backward(const MsDeformAttnParams& p, cudaStream_t stream) {
-  const int64_t lanes = p.D / kLoadVector<T>;
-  if (takes_vectors<T>(p) && lanes <= 32 && (lanes & (lanes - 1)) == 0) {
-    const int64_t items = p.B * p.Q * p.M * lanes;
-    attn_backward_kernel<T, C, kLoadVector<T>>
-        <<<grid_for(items, kAttnBlock), kAttnBlock, 0, stream>>>(p, lanes, items);
-  } else {
+  using acc = acc_t<T>;
+  // Vectors of four sums, also of halves: what a warp adds at a time is then one run of memory.
+  constexpr int kVector = 16 / sizeof(acc);
+  const AttnBlock block =
+      make_block<AttnBackwardPlan<acc, int64_t>>(p, kVector, kVector * sizeof(T), p.grad);
+  if (block.rows == 0 || block.lanes > 32 || (block.lanes & (block.lanes - 1)) != 0) {
     const int64_t samples = p.B * p.Q * p.M * p.samples();
     attn_backward_any_kernel<T, C>
         <<<grid_for(samples, kAttnBlock), kAttnBlock, 0, stream>>>(p, samples);
+  } else if (fits_32_bits(p, block)) {
+    launch_blocks(attn_backward_kernel<T, C, int32_t, kVector>, p, block, stream);
+  } else {
+    launch_blocks(attn_backward_kernel<T, C, int64_t, kVector>, p, block, stream);
   }
 }
 

@@ -67,7 +67,7 @@ OPZOO_ALWAYS_INLINE void focal_factors(const F& x, const F& t, F alpha, FocalFac
   const F zero{};
   F e, log_term;
   focal_exponentials<I>(x, e, log_term);
-  const F larger = 1 / (1 + e);
+  const F larger = divide(F(1 + zero), F(1 + e));
   const F smaller = e * larger;
   const F p = x < 0 ? smaller : larger;
   const F not_p = x < 0 ? larger : smaller;
@@ -80,7 +80,7 @@ OPZOO_ALWAYS_INLINE void focal_factors(const F& x, const F& t, F alpha, FocalFac
       log_term + (t == 0 ? zero : t * if_positive) + (not_t == 0 ? zero : not_t * if_negative);
   factors.alpha = alpha < 0 ? 1 + zero : alpha * t + (1 - alpha) * not_t;
   // For t = 0 and 1 the ratio is 1 - p and p; it is 1 where q has vanished.
-  const F ratio = factors.q == 0 ? 1 + zero : p * not_p / factors.q;
+  const F ratio = factors.q == 0 ? 1 + zero : divide(F(p * not_p), factors.q);
   factors.inner = (not_t - t) * (ratio == 0 ? zero : ratio * factors.cross_entropy);
   factors.outer = p * not_t - not_p * t;
 }

@@ -35,7 +35,10 @@ __global__ void focal_dense_kernel(SigmoidFocalLossParams p) {
     if constexpr (kBackward) grad = reinterpret_cast<const FocalVector<T>*>(grads)[i];
     int64_t row = 0, column = 0, id = 0;
     if constexpr (kClasses) {
-      row = i * kVector / p.classes;
+      const int64_t item = i * kVector;  // the wide division costs more than the loss
+      row = p.loop.numel <= 0xffffffff
+                ? static_cast<uint32_t>(item) / static_cast<uint32_t>(p.classes)
+                : item / p.classes;
       column = i * kVector - row * p.classes;
       id = ids[row];
     } else {
