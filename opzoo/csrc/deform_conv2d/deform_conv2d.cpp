@@ -300,6 +300,16 @@ Tensor deform_conv2d_forward(const DeformConvDevice& device,
                              const OptionalTensor& bias) {
   constexpr const char* op = "deform_conv2d";
   const DeformConvParams p = plan(op, args);
+  const auto precision = static_cast<int64_t>(args.precision);
+  const auto method = static_cast<int64_t>(args.method);
+  OPZOO_CHECK_VALUE(precision == 0 || precision == 1,
+                    op,
+                    "precision must be 0 (ieee) or 1 (tf32), got ",
+                    precision);
+  OPZOO_CHECK_VALUE(method >= 0 && method <= 2,
+                    op,
+                    "method must be 0 (best), 1 (portable) or 2 (columns), got ",
+                    method);
   const ScalarType dtype = args.input.scalar_type();
   if (bias) {
     check_operand(op, "bias", *bias, 1, args.input);
@@ -307,7 +317,10 @@ Tensor deform_conv2d_forward(const DeformConvDevice& device,
     check_shape(op, "bias", *bias, {p.K});
   }
   Tensor out = empty_image({p.N, p.K, p.OH, p.OW}, dtype, args.input);
-  if (out.numel() == 0 || device.run_implicit(p, args, bias, out)) return out;
+  if (out.numel() == 0) return out;
+  if (args.method != DeformConvMethod::kColumns && device.run_implicit(p, args, bias, out)) {
+    return out;
+  }
 
   const int64_t groups = p.weight_groups;
   const Tensor weight = weight_matrix(device, p, args.weight);
@@ -358,8 +371,8 @@ DeformConvGrads deform_conv2d_backward(const DeformConvDevice& device,
 OPZOO_SCHEMAS(m) {
   m.def(
       "deform_conv2d(Tensor input, Tensor offset, Tensor weight, Tensor? bias, Tensor? mask, "
-      "int stride_h, int stride_w, int pad_h, int pad_w, int dilation_h, int dilation_w) -> "
-      "Tensor");
+      "int stride_h, int stride_w, int pad_h, int pad_w, int dilation_h, int dilation_w, "
+      "int precision=0, int method=0) -> Tensor");
   m.def(
       "_deform_conv2d_backward(Tensor grad, Tensor input, Tensor offset, Tensor weight, "
       "Tensor? mask, int stride_h, int stride_w, int pad_h, int pad_w, int dilation_h, "
