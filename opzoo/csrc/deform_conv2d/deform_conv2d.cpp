@@ -215,6 +215,14 @@ void fit(Tensor& matrix, const Sizes& sizes) {
   if (matrix.size(2) != sizes[2]) matrix = empty(sizes, matrix.scalar_type(), matrix);
 }
 
+// The first elements of a buffer, as a matrix for the last chunk: a second buffer would add to the
+// memory of the first.
+Tensor head(const Tensor& buffer, const Sizes& sizes) {
+  Tensor flat = torch::stable::view(buffer, {buffer.numel()});
+  const Tensor first = torch::stable::narrow(flat, 0, 0, sizes[0] * sizes[1] * sizes[2]);
+  return torch::stable::view(first, sizes);
+}
+
 // a @ b for every group, with sums and result in the accumulator's dtype.
 Tensor multiply(const char* op, const Tensor& a, const Tensor& b) {
   const ScalarType dtype = accumulator_dtype(a.scalar_type());
@@ -327,9 +335,9 @@ Tensor deform_conv2d_forward(const DeformConvDevice& device,
   const ScalarType column_dtype = weight.scalar_type();
   const int64_t bytes = p.rows() * weight.element_size() + p.K * sizeof(double);
   const int64_t step = chunk_pixels(p, bytes, device.workspace_bytes());
-  Tensor columns = empty({groups, p.rows() / groups, step}, column_dtype, args.input);
+  const Tensor buffer = empty({groups, p.rows() / groups, step}, column_dtype, args.input);
   for_each_chunk(p, step, [&](PixelChunk chunk) {
-    fit(columns, {groups, p.rows() / groups, chunk.count});
+    Tensor columns = head(buffer, {groups, p.rows() / groups, chunk.count});
     device.sample_columns(p, dtype, chunk, columns);
     device.write_output(p, chunk, multiply(op, weight, columns), bias, out);
   });

@@ -23,7 +23,7 @@ int64_t slice_items(const DeformConvParams& p, PixelChunk chunk) {
 class DeformConvCuda final : public DeformConvDevice {
  public:
   ScalarType column_dtype(ScalarType storage) const override { return storage; }
-  int64_t workspace_bytes() const override { return int64_t{64} << 20; }
+  int64_t workspace_bytes() const override { return int64_t{40} << 20; }
 
   bool run_implicit(const DeformConvParams& p,
                     const DeformConvArgs& args,
