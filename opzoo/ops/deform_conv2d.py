@@ -59,7 +59,8 @@ def deform_conv2d(
     the rule of the original implementation and mmcv; torchvision differs in the derivative exactly at
     -1. An infinite offset samples zero, a NaN offset gives NaN.
 
-    Coordinates, interpolation and sums are float32 (float64 for float64 input) whatever the dtypes.
+    Coordinates, interpolation and sums are float32 (float64 for float64 input) whatever the dtypes;
+    float32 products on CUDA are TF32 where ``torch.backends.cuda.matmul.fp32_precision`` permits it.
     Under autocast ``input``, ``weight`` and ``bias`` are cast to autocast's dtype, which the output
     has; ``offset`` and ``mask`` are used as given. (torchvision computes in float32 there.)
     Differentiable once, in reverse mode, by all five tensors; vmap-able. Deterministic but for
