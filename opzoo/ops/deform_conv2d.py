@@ -12,6 +12,7 @@ from torch._prims_common import alert_not_deterministic
 
 from opzoo._library import LIBRARY
 from opzoo.ops._common import autocast_tensor, differentiable, move_batch_first, pair, register_autocast, require_tensor
+from opzoo.ops.matmul import _torch_precision
 
 Pair = int | Sequence[int]
 
@@ -58,7 +59,8 @@ def deform_conv2d(
     the rule of the original implementation and mmcv; torchvision differs in the derivative exactly at
     -1. An infinite offset samples zero, a NaN offset gives NaN.
 
-    Coordinates, interpolation and sums are float32 (float64 for float64 input) whatever the dtypes.
+    Coordinates, interpolation and sums are float32 (float64 for float64 input) whatever the dtypes;
+    float32 products on CUDA are TF32 where ``torch.backends.cuda.matmul.fp32_precision`` permits it.
     Under autocast ``input``, ``weight`` and ``bias`` are cast to autocast's dtype, which the output
     has; ``offset`` and ``mask`` are used as given. (torchvision computes in float32 there.)
     Differentiable once, in reverse mode, by all five tensors; vmap-able. Deterministic but for
@@ -80,7 +82,8 @@ def deform_conv2d(
     stride_h, stride_w = pair("deform_conv2d", "stride", stride)
     pad_h, pad_w = pair("deform_conv2d", "padding", padding)
     dilation_h, dilation_w = pair("deform_conv2d", "dilation", dilation)
-    return _deform_conv2d(input, offset, weight, bias, mask, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w)
+    geometry = stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w
+    return _deform_conv2d(input, offset, weight, bias, mask, *geometry, _precision_of(input))
 
 
 class DeformConv2d(nn.Module):
@@ -161,6 +164,13 @@ class DeformConv2d(nn.Module):
         parts += [f"groups={self.groups}"] if self.groups != 1 else []
         parts += ["bias=False"] if self.bias is None else []
         return ", ".join(parts)
+
+
+def _precision_of(input: Tensor) -> int:
+    """The operator's number for the precision of float32 products: torch's switch, where it matters."""
+    if input.is_cuda and input.dtype == torch.float32:
+        return _torch_precision()
+    return 0
 
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -266,7 +276,7 @@ def _empty_image(shape: tuple[int, ...], like: Tensor) -> Tensor:
 def _fake(
     input: Tensor, offset: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, *geometry: int
 ) -> Tensor:
-    shape = _check_all("deform_conv2d", input, offset, weight, geometry, bias=bias, mask=mask)
+    shape = _check_all("deform_conv2d", input, offset, weight, geometry[:6], bias=bias, mask=mask)
     return _empty_image(shape, input)
 
 
@@ -290,7 +300,9 @@ def _fake_backward(
 
 
 def _save(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
-    input, offset, weight, bias, mask, *geometry = args
+    # What is at its default is left out when an operator is called through the dispatcher.
+    input, offset, weight, bias, mask, *geometry = args[:11]
+    ctx.arguments = len(args)
     ctx.save_for_backward(input, offset, weight, mask)
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.geometry = geometry
@@ -310,7 +322,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if need_bias:
         dtype = ctx.bias_dtype
         grad_bias = grad.sum((0, 2, 3), dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
-    return (*grads[:3], grad_bias, grads[3], *(None,) * 6)
+    return (*grads[:3], grad_bias, grads[3], *(None,) * (ctx.arguments - 5))
 
 
 def _refuse_double_backward(ctx: Any, *grads: Any) -> Any:
