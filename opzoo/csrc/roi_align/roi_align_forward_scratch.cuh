@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What RoIs touch of maps of any layout, copied to channels-last scratch for
-// roi_align_rows_kernel. Parts no RoI touches are neither read nor written: a thousand proposals of
+// roi_align_bins_kernel. Parts no RoI touches are neither read nor written: a thousand proposals of
 // a detector touch about half of the map and read each pixel of it several times.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace opzoo {
 template <class T>
 constexpr int kStrip = 64 / sizeof(T);
 template <class T>
-constexpr int kPixelsOf = 16 / (sizeof(T) < 4 ? 4 : sizeof(T));  // of a strip, per thread
+constexpr int kPixelsOf = 2;  // of a strip, per thread
 
 constexpr int kMarkRows = 8;        // map rows of a block of the marking kernel
 constexpr int kMarkWords = 128;     // strips of a map row, in words of 32
