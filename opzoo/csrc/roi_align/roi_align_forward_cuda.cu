@@ -10,6 +10,7 @@ constexpr int64_t kLimit32 = int64_t{1} << 31;
 constexpr int64_t kMaxGridAxis = 65535;
 constexpr int64_t kBandBytes = 4 * 1024;     // per axis
 constexpr int64_t kStagedBytes = 26 * 1024;  // with the rest, what a block gets without asking
+constexpr int64_t kBesideBytes = 18 * 1024;  // that rest: the bands, and what is of fixed size
 // From this many RoIs on, copying what they touch is cheaper than reading each pixel of a
 // contiguous map on its own.
 constexpr int64_t kScratchRoIs = 48;
@@ -42,7 +43,6 @@ bool takes_vectors(const RoIAlignParams& p, const void* map) {
 // Whether a strip can be read in vectors of pixels.
 template <class T>
 bool takes_pixels(const RoIAlignParams& p, const void* map) {
-  constexpr int64_t kPixels = kPixelsOf<T>;
   return p.map_stride[kRoIColumn] == 1 && p.map_stride[kRoIBatch] % kPixels == 0 &&
          p.map_stride[kRoIRow] % kPixels == 0 && p.map_stride[kRoIChannel] % kPixels == 0 &&
          starts_on(map, kPixels * static_cast<int64_t>(sizeof(T)));
@@ -70,6 +70,11 @@ BandCapacity capacity_of(const RoIAlignPyramid& pyramid) {
 }
 
 template <class T>
+int64_t slices_of(const RoIAlignParams& p, int slice_bits) {
+  return div_up<int64_t>(p.channels, int64_t{kVectorOf<T>} << slice_bits);
+}
+
+template <class T>
 void launch_bands(const RoIAlignPyramid& pyramid,
                   T* output,
                   bool channels_last,
@@ -89,38 +94,89 @@ void launch_bands(const RoIAlignPyramid& pyramid,
   }
 }
 
-template <class T, bool kStaged>
-void launch_slices(const RoIAlignPyramid& pyramid, T* output, bool vectors, cudaStream_t stream) {
-  constexpr int64_t kVectorBytes = 16;
-  constexpr int kSliceBits = 4;  // 256 bytes of channels
+// The bytes a block gets for results if it asks.
+int64_t most_staged_bytes() {
+  constexpr int64_t kEnough = 104 * 1024;  // two blocks of a large GPU, and an L1 cache beside them
+  int device = 0;
+  int most = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return std::clamp<int64_t>(most - kBesideBytes, kStagedBytes, kEnough);
+}
+
+template <class T>
+BinsShape bins_shape(const RoIAlignPyramid& pyramid, bool vectors) {
   const RoIAlignParams& p = pyramid.level[0];
-  const int64_t bins = p.pooled_height * p.pooled_width;
-  const int64_t lines = div_up<int64_t>(p.channels, kVectorOf<T>);
   BinsShape shape;
   shape.capacity = capacity_of<acc_t<T>>(pyramid);
   shape.inverse_width = static_cast<unsigned>(div_up<int64_t>(65536, p.pooled_width));
   shape.vectors = vectors;
-  shape.slice_bits = kSliceBits;
-  const auto too_much = [&](int bits) {
-    const bool idle = int64_t{1} << bits >= 2 * lines;
-    return idle || (kStaged && (kVectorBytes * bins << bits) > kStagedBytes);
-  };
-  while (shape.slice_bits > 0 && too_much(shape.slice_bits)) --shape.slice_bits;
+  shape.slice_bits = 5;  // a warp on one bin
+  while (shape.slice_bits > 0 && int64_t{1} << shape.slice_bits >= 2 * slices_of<T>(p, 0)) {
+    --shape.slice_bits;
+  }
+  return shape;
+}
 
-  const auto slices = [&] { return div_up(lines, int64_t{1} << shape.slice_bits); };
-  while (!kStaged && slices() > kMaxGridAxis) ++shape.slice_bits;
-  if (slices() > kMaxGridAxis) return launch_bands(pyramid, output, false, stream);
-
-  // Few RoIs are split over their bins as well.
-  constexpr int64_t kBlocksWanted = 1024;
-  const int64_t most = kStaged ? 1 : div_up<int64_t>(bins << shape.slice_bits, kBlockSize);
-  const int64_t split = std::clamp<int64_t>(kBlocksWanted / (p.rois * slices()), 1, most);
+template <class T>
+void launch_in_place(const RoIAlignPyramid& pyramid, T* output, bool vectors, cudaStream_t stream) {
+  // Twice what a large GPU holds, so that blocks of very different work end together.
+  constexpr int64_t kBlocksWanted = 2048;
+  const RoIAlignParams& p = pyramid.level[0];
+  BinsShape shape = bins_shape<T>(pyramid, vectors);
+  while (slices_of<T>(p, shape.slice_bits) > kMaxGridAxis) ++shape.slice_bits;
+  const int64_t slices = slices_of<T>(p, shape.slice_bits);
+  const int64_t items = p.pooled_height * p.pooled_width << shape.slice_bits;
+  const int64_t split =
+      std::clamp<int64_t>(kBlocksWanted / (p.rois * slices), 1, div_up<int64_t>(items, kBlockSize));
   const dim3 grid(
-      static_cast<unsigned>(p.rois), static_cast<unsigned>(slices()), static_cast<unsigned>(split));
-  const int64_t staged = kStaged ? kVectorBytes * bins << shape.slice_bits : 0;
-  roi_align_bins_kernel<T, kStaged>
-      <<<grid, kBlockSize, shape.capacity.template bytes<acc_t<T>>(p) + staged, stream>>>(
+      static_cast<unsigned>(p.rois), static_cast<unsigned>(slices), static_cast<unsigned>(split));
+  const int64_t bytes = shape.capacity.template bytes<acc_t<T>>(p);
+  roi_align_bins_kernel<T, false, kBlockSize>
+      <<<grid, kBlockSize, bytes, stream>>>(pyramid, output, shape);
+}
+
+template <class T, int kThreads>
+void launch_staged_as(const RoIAlignPyramid& pyramid,
+                      T* output,
+                      const BinsShape& shape,
+                      int64_t bytes,
+                      cudaStream_t stream) {
+  const RoIAlignParams& p = pyramid.level[0];
+  if (bytes > kStagedBytes) {
+    // The same for every call: another thread may launch the kernel at this moment.
+    cudaFuncSetAttribute(roi_align_bins_kernel<T, true, kThreads>,
+                         cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         static_cast<int>(most_staged_bytes() + 2 * kBandBytes));
+  }
+  const dim3 grid(static_cast<unsigned>(p.rois),
+                  static_cast<unsigned>(slices_of<T>(p, shape.slice_bits)));
+  roi_align_bins_kernel<T, true, kThreads>
+      <<<grid, kThreads, shape.capacity.template bytes<acc_t<T>>(p) + bytes, stream>>>(
           pyramid, output, shape);
+}
+
+template <class T>
+void launch_staged(const RoIAlignPyramid& pyramid, T* output, bool vectors, cudaStream_t stream) {
+  constexpr int64_t kBlocksWanted = 256;
+  constexpr int kFewBits = 2;  // runs of 64 bytes
+  const RoIAlignParams& p = pyramid.level[0];
+  const int64_t slab = 16 * staged_vectors(static_cast<int>(p.pooled_height * p.pooled_width));
+  BinsShape shape = bins_shape<T>(pyramid, vectors);
+  const auto narrow = [&] { return p.rois * slices_of<T>(p, shape.slice_bits) < kBlocksWanted; };
+  while (shape.slice_bits > kFewBits && narrow()) --shape.slice_bits;
+  const bool asks = slab << shape.slice_bits > kStagedBytes;
+  const int64_t room = asks ? most_staged_bytes() : kStagedBytes;
+  while (shape.slice_bits > 0 && slab << shape.slice_bits > room) --shape.slice_bits;
+  if (slices_of<T>(p, shape.slice_bits) > kMaxGridAxis) {
+    return launch_bands(pyramid, output, false, stream);
+  }
+  const int64_t bytes = slab << shape.slice_bits;
+  if (bytes > kStagedBytes) {
+    launch_staged_as<T, 512>(pyramid, output, shape, bytes, stream);
+  } else {
+    launch_staged_as<T, sizeof(T) == 2 ? 384 : 256>(pyramid, output, shape, bytes, stream);
+  }
 }
 
 // The layout of the output decides.
@@ -134,9 +190,9 @@ void launch_bins(const RoIAlignPyramid& pyramid,
   const int64_t run = channels_last ? p.channels : p.channels * p.pooled_height * p.pooled_width;
   const bool vectors = run % kVectorOf<T> == 0 && starts_on(output, 16);
   if (channels_last) {
-    launch_slices<T, false>(pyramid, output, vectors, stream);
+    launch_in_place(pyramid, output, vectors, stream);
   } else {
-    launch_slices<T, true>(pyramid, output, vectors, stream);
+    launch_staged(pyramid, output, vectors, stream);
   }
 }
 
@@ -200,7 +256,7 @@ struct ScratchPlan {
 
 template <class T>
 void launch_copy(const ScratchPlan<T>& plan, cudaStream_t stream) {
-  constexpr int64_t kBlockChannels = kCopyThreads / (kStrip<T> / kPixelsOf<T>)*kVectorOf<T>;
+  constexpr int64_t kBlockChannels = kCopyThreads / (kStrip<T> / kPixels) * kVectorOf<T>;
   const int64_t channels = plan.scratch.from.level[0].channels;
   roi_align_mark_kernel<T>
       <<<static_cast<unsigned>(plan.mark_blocks), kMarkThreads, 0, stream>>>(plan.scratch);

@@ -260,6 +260,43 @@ __device__ __forceinline__ void pool_bin(const Vector<T, kVector>* map,
   }
 }
 
+// The same for one channel, two rows of four columns at a time: where few threads wait for memory,
+// the loads of each must be many.
+template <class T>
+__device__ __forceinline__ acc_t<T> pool_bin(const T* plane,
+                                             const BandEntry<acc_t<T>>* row,
+                                             int rows,
+                                             const BandEntry<acc_t<T>>* column,
+                                             int columns) {
+  using acc = acc_t<T>;
+  constexpr int kRows = 2;
+  constexpr int kColumns = 4;
+  acc sum = 0;
+  for (int iy = 0; iy < rows; iy += kRows) {
+    for (int ix = 0; ix < columns; ix += kColumns) {
+      acc pixel[kRows][kColumns];
+      acc weight[kRows][kColumns];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          const bool in = iy + r < rows && ix + c < columns;
+          const BandEntry<acc> y = row[in ? iy + r : iy];
+          const BandEntry<acc> x = column[in ? ix + c : ix];
+          weight[r][c] = in ? y.weight * x.weight : acc(0);
+          pixel[r][c] = in ? static_cast<acc>(plane[y.offset + x.offset]) : acc(0);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) sum += weight[r][c] * pixel[r][c];
+      }
+    }
+  }
+  return sum;
+}
+
 // The channels of one bin, as many of kVector as there are. vectors: on a 16-byte boundary, and
 // all.
 template <class T, int kVector>
@@ -280,20 +317,31 @@ __device__ __forceinline__ void store_channels(T* pooled,
   }
 }
 
+// Where results wait for their way out: the channels of a vector one after the other, [kVector,
+// bins], which is `bins` times 16 bytes, and 16 bytes of nothing where that number is even: threads
+// on neighbouring vectors then write to different banks.
+OPZOO_HOST_DEVICE int staged_vectors(int bins) {
+  return bins | 1;
+}
+
 // size elements from shared memory, by all threads of the block. vectors: run starts on a 16-byte
 // boundary.
 template <class T>
-__device__ __forceinline__ void store_run(T* run, const T* staged, int size, bool vectors) {
+__device__ __forceinline__ void store_run(
+    T* run, const T* staged, int bins, int size, bool vectors) {
   constexpr int kVector = kVectorOf<T>;
+  const int gap = staged_vectors(bins) - bins;
   int done = 0;
   if (vectors) {
     done = size / kVector * kVector;
     for (int i = threadIdx.x; i < size / kVector; i += blockDim.x) {
       reinterpret_cast<Vector<T, kVector>*>(run)[i] =
-          reinterpret_cast<const Vector<T, kVector>*>(staged)[i];
+          reinterpret_cast<const Vector<T, kVector>*>(staged)[i + i / bins * gap];
     }
   }
-  for (int i = done + threadIdx.x; i < size; i += blockDim.x) run[i] = staged[i];
+  for (int i = done + threadIdx.x; i < size; i += blockDim.x) {
+    run[i] = staged[i + i / (bins * kVector) * gap * kVector];
+  }
 }
 
 // How the blocks of the kernel below share a RoI.
@@ -309,8 +357,8 @@ struct BinsShape {
 // neighbours on neighbouring vectors. Neighbouring bins share pixels, which the L1 cache serves.
 // kStaged: the output is contiguous; results go through shared memory and leave as one run, and z
 // is 1.
-template <class T, bool kStaged>
-__global__ void __launch_bounds__(256, sizeof(T) == 8 ? 2 : 4)
+template <class T, bool kStaged, int kThreads>
+__global__ void __launch_bounds__(kThreads, (sizeof(T) == 8 ? 512 : 1024) / kThreads)
     roi_align_bins_kernel(const __grid_constant__ RoIAlignPyramid pyramid,
                           T* __restrict__ output,
                           const __grid_constant__ BinsShape shape) {
@@ -352,7 +400,9 @@ __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 2 : 4)
     }
     if constexpr (kStaged) {
 #pragma unroll
-      for (int c = 0; c < kVector; ++c) staged[(own + c) * bins + bin] = static_cast<T>(sum[c]);
+      for (int c = 0; c < kVector; ++c) {
+        staged[own * staged_vectors(bins) + c * bins + bin] = static_cast<T>(sum[c]);
+      }
     } else {
       store_channels(result + static_cast<int64_t>(bin) * channels + channel,
                      sum,
@@ -362,8 +412,11 @@ __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 2 : 4)
   }
   if constexpr (kStaged) {
     __syncthreads();
-    store_run(
-        result + static_cast<int64_t>(first) * bins, staged, (last - first) * bins, shape.vectors);
+    store_run(result + static_cast<int64_t>(first) * bins,
+              staged,
+              bins,
+              (last - first) * bins,
+              shape.vectors);
   }
 }
 
@@ -399,17 +452,16 @@ __global__ void __launch_bounds__(256, sizeof(T) == 8 ? 2 : 4)
     const int bin = kChannelsLast ? slow : fast;
     const int ph = bin / bins_w;
     const int pw = bin - ph * bins_w;
-    acc sum[1] = {};
+    acc sum = 0;
     const T* plane = static_cast<const T*>(bands.map) + channel * p.map_stride[kRoIChannel];
     if (bands.image >= 0) {
-      pool_bin(reinterpret_cast<const Vector<T, 1>*>(plane),
-               bands.rows.row(ph),
-               bands.rows.count[ph],
-               bands.columns.row(pw),
-               bands.columns.count[pw],
-               sum);
+      sum = pool_bin(plane,
+                     bands.rows.row(ph),
+                     bands.rows.count[ph],
+                     bands.columns.row(pw),
+                     bands.columns.count[pw]);
     }
-    result[i] = static_cast<T>(sum[0]);
+    result[i] = static_cast<T>(sum);
   }
 }
 
