@@ -22,7 +22,13 @@ from opzoo._library import build_info, set_debug
 from opzoo._version import __version__
 from opzoo.ops.add import Add, add
 from opzoo.ops.carafe import carafe
-from opzoo.ops.deform_conv2d import DeformConv2d, deform_conv2d
+from opzoo.ops.deform_conv2d import (
+    DeformConv2d,
+    DeformConv2dPack,
+    ModulatedDeformConv2dPack,
+    deform_conv2d,
+    make_offset,
+)
 from opzoo.ops.matmul import MatMul, matmul
 from opzoo.ops.ms_deform_attn import MultiScaleDeformableAttention, ms_deform_attn
 from opzoo.ops.multi_scale_roi_align import MultiScaleRoIAlign, multi_scale_roi_align
@@ -35,7 +41,9 @@ from opzoo.ops.soft_nms import batched_soft_nms, soft_nms
 __all__ = [
     "Add",
     "DeformConv2d",
+    "DeformConv2dPack",
     "MatMul",
+    "ModulatedDeformConv2dPack",
     "MultiScaleDeformableAttention",
     "MultiScaleRoIAlign",
     "RoIAlign",
@@ -48,6 +56,7 @@ __all__ = [
     "build_info",
     "carafe",
     "deform_conv2d",
+    "make_offset",
     "matmul",
     "ms_deform_attn",
     "multi_scale_roi_align",

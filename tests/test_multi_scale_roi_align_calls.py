@@ -376,15 +376,6 @@ def test_raw_backward_errors(change, error, message, device):
         OPS._multi_scale_roi_align_backward(*[to_device(value, device) for value in args])
 
 
-def test_boxes_get_no_gradient(device):
-    maps = [t.to(device).requires_grad_() for t in PAIR]
-    boxes = torch.tensor([[0.0, 0, 0, 3, 3]], device=device, requires_grad=True)
-    opzoo.multi_scale_roi_align(maps, boxes, 2, [0.5, 0.25]).sum().backward()
-    assert boxes.grad is None and all(t.grad is not None for t in maps)
-    with pytest.raises(NotImplementedError, match="not differentiable in boxes"):
-        torch.func.grad(lambda b: opzoo.multi_scale_roi_align(maps, b, 2, [0.5, 0.25]).sum())(boxes.detach())
-
-
 def test_gradient_of_one_map_alone(device):
     fine, coarse = (t.to(device) for t in PAIR)
     boxes = torch.tensor([[0.0, 0, 0, 3, 3], [0.0, 0, 0, 20, 20]], device=device)
@@ -395,3 +386,8 @@ def test_gradient_of_one_map_alone(device):
             [maps[position]],
         )
         assert grad.any()
+
+
+def test_names_are_no_str():
+    with pytest.raises(TypeError, match="featmap_names must be a list of names, got the str '0'"):
+        opzoo.MultiScaleRoIAlign("0", 7, 2)

@@ -9,6 +9,7 @@ import textwrap
 import pytest
 import torch
 from roi_inputs import box
+from torch.func import grad, vmap
 
 import opzoo
 
@@ -50,6 +51,16 @@ def test_int64_image_index_is_checked_on_the_cpu(bad):
         OPS.roi_align(torch.ones(1, 4, 8, 8), boxes, index, 2, 2, 1.0, 2, False)
     with pytest.raises(ValueError, match=r"batch_index\[0\]"):
         OPS._roi_align_backward(*backward_args(boxes, index))
+
+
+@pytest.mark.parametrize("bad", [7.0, 0.5, NAN])
+def test_image_index_is_named_under_vmap(bad):
+    x = torch.ones(3, 1, 2, 8, 8)
+    boxes = torch.stack([box(0.0, 0.0, 3.0, 3.0), box(0.0, 0.0, 3.0, 3.0, image=bad), box(0.0, 0.0, 3.0, 3.0)])
+    message = rf"roi_align: boxes\[0, 0\] .*integer in \[0, 1\), got {bad:g}, in element 1 of the vmapped axis"
+    for per_map in (lambda x, b: opzoo.roi_align(x, b, 2), grad(lambda x, b: opzoo.roi_align(x, b, 2).sum())):
+        with pytest.raises(ValueError, match=message):
+            vmap(per_map)(x, boxes)
 
 
 @pytest.mark.gpu
@@ -96,7 +107,12 @@ ERRORS = {
     "size-zero": ({"output_size": (0, 2)}, ValueError, r"output_size must be positive, got \(0, 2\)"),
     "size-negative": ({"output_size": -1}, ValueError, "output_size must be positive"),
     "size-triple": ({"output_size": (1, 2, 3)}, ValueError, "output_size must be an int or a pair"),
-    "size-overflow": ({"output_size": 2**31}, ValueError, "output is too large"),
+    "size-overflow": ({"output_size": 2**31}, ValueError, r"output is too large: output_size \(2147483648, "),
+    "size-memory": (
+        {"output_size": 2**20},
+        RuntimeError,
+        r"roi_align: output_size \(1048576, 1048576\) makes an output",
+    ),
     "scale-zero": ({"spatial_scale": 0.0}, ValueError, "spatial_scale must be finite and positive, got 0"),
     "scale-negative": ({"spatial_scale": -1.0}, ValueError, "spatial_scale must be finite and positive, got -1"),
     "scale-nan": ({"spatial_scale": NAN}, ValueError, "spatial_scale must be finite and positive, got nan"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torchvision
-from helpers import HALVES, detector_boxes, error_against
+from helpers import HALVES, assert_as_good_as, detector_boxes, error_against
 from roi_inputs import close, make_map
 
 import opzoo
@@ -38,7 +38,10 @@ def test_any_map_equals_torchvision(device, size, ratio, layout, channels, count
     x = LAYOUTS[layout](make_map(2, channels, 37, 71, device=device))
     rois = make_rois(count, 2, 37, 71, device)
     out = opzoo.roi_align(x, rois, size, 0.25, ratio, True)
-    close(out, torchvision.ops.roi_align(x, rois, size, 0.25, ratio, True))
+    peer = torchvision.ops.roi_align(x, rois, size, 0.25, ratio, True)
+    exact = torchvision.ops.roi_align(x.double(), rois.double(), size, 0.25, ratio, True)
+    close(out, peer, 1e-3)
+    assert_as_good_as(out, peer, exact)
     assert torch.equal(out, opzoo.roi_align(x, rois, size, 0.25, ratio, True))
 
 
@@ -53,6 +56,19 @@ def test_any_dtype_is_torchvision_rounded(device, dtype, count, channels_last):
     exact = torchvision.ops.roi_align(x.to(exact_dtype), rois.to(exact_dtype), 7, 0.25, 0, True)
     assert out.dtype == dtype
     assert error_against(exact.double(), out.double()) < (1e-5 if dtype == torch.float64 else 2e-2)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["NCHW", "NHWC"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [(14, 14), (32, 31)], ids=str)
+def test_many_rois_and_large_results(device, size, dtype, channels_last):
+    """Results of a block that take more shared memory than it gets without asking."""
+    x = make_map(2, 76, 37, 71, device=device, channels_last=channels_last).to(dtype)
+    rois = make_rois(300, 2, 37, 71, device)
+    out = opzoo.roi_align(x, rois, size, 0.25, 2, True)
+    exact_dtype = torch.float64 if dtype == torch.float64 else torch.float32  # of the coordinates
+    exact = torchvision.ops.roi_align(x.to(exact_dtype), rois.to(exact_dtype), size, 0.25, 2, True)
+    assert error_against(exact.double(), out.double()) < (4e-3 if dtype == torch.float16 else 1e-3)
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["NCHW", "NHWC"])

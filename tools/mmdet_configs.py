@@ -26,7 +26,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "howto" / "mmdet_configs.md"
 SECONDS = 600  # for one config
-SIDES = {"dino/": 256, "ddq/": 256, "ssd/": 300, "pisa/ssd": 300, "paa/": 256}  # of the image where 128 pixels are too few
+SIDES = {
+    "dino/": 256,
+    "ddq/": 256,
+    "ssd/": 300,
+    "pisa/ssd": 300,
+    "paa/": 256,
+}  # where 128 pixels are too few
 
 CONFIGS = [
     "atss/atss_r50_fpn_1x_coco",

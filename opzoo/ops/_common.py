@@ -144,8 +144,8 @@ def differentiable(
         if _functorch_active():
             if wants_grad(args) or _forward_ad_active():
                 raise RuntimeError(
-                    f"torch.ops.opzoo.{name} cannot be differentiated by torch.func; opzoo.{name} can, "
-                    "but not from inside torch.compile"
+                    f"torch.ops.opzoo.{name} cannot be differentiated by torch.func; the functions of opzoo can, in "
+                    "the arguments and modes they name, but not from inside torch.compile"
                 )
         elif _forward_ad_active():
             return Functional.apply(*spread(args))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,12 @@ from torch._prims_common import alert_not_deterministic
 
 from opzoo._library import LIBRARY
 from opzoo.ops._common import autocast_tensor, differentiable, move_batch_first, pair, register_autocast, require_tensor
+from opzoo.ops._deform_checks import check_all, check_value, empty_image
+from opzoo.ops.matmul import _torch_precision
+from opzoo.reference.deform_conv2d import deform_conv2d as _reference
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Pair = int | Sequence[int]
 
@@ -58,10 +64,12 @@ def deform_conv2d(
     the rule of the original implementation and mmcv; torchvision differs in the derivative exactly at
     -1. An infinite offset samples zero, a NaN offset gives NaN.
 
-    Coordinates, interpolation and sums are float32 (float64 for float64 input) whatever the dtypes.
+    Coordinates, interpolation and sums are float32 (float64 for float64 input) whatever the dtypes;
+    float32 products on CUDA are TF32 where ``torch.backends.cuda.matmul.fp32_precision`` permits it.
     Under autocast ``input``, ``weight`` and ``bias`` are cast to autocast's dtype, which the output
     has; ``offset`` and ``mask`` are used as given. (torchvision computes in float32 there.)
-    Differentiable once, in reverse mode, by all five tensors; vmap-able. Deterministic but for
+    Differentiable in reverse mode, by all five tensors, any number of times with ``create_graph=True`` (the
+    reference then takes the place of the kernels: right, and slow); vmap-able. Deterministic but for
     the gradient of ``input`` on CUDA, which sums in a varying order and raises under
     :func:`torch.use_deterministic_algorithms`.
 
@@ -80,7 +88,8 @@ def deform_conv2d(
     stride_h, stride_w = pair("deform_conv2d", "stride", stride)
     pad_h, pad_w = pair("deform_conv2d", "padding", padding)
     dilation_h, dilation_w = pair("deform_conv2d", "dilation", dilation)
-    return _deform_conv2d(input, offset, weight, bias, mask, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w)
+    geometry = stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w
+    return _deform_conv2d(input, offset, weight, bias, mask, *geometry, _precision_of(input))
 
 
 class DeformConv2d(nn.Module):
@@ -162,112 +171,187 @@ class DeformConv2d(nn.Module):
         parts += ["bias=False"] if self.bias is None else []
         return ", ".join(parts)
 
+    @classmethod
+    def from_conv(cls, conv: nn.Conv2d) -> Self:
+        """A module that continues where ``conv`` stands: its parameters, and with zero offsets its function.
 
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_MAX_EXTENT = 2**31 - 1
+        Args:
+            conv: padded with zeros; ``padding="same"`` only where both sides get as much.
+        """
+        return cls._from_conv(conv)
 
-
-def _check(op: str, condition: Any, message: str) -> None:
-    torch._check(condition, lambda: f"opzoo::{op}: {message}")
-
-
-def _check_value(op: str, condition: Any, message: str) -> None:
-    torch._check_value(condition, lambda: f"opzoo::{op}: {message}")
-
-
-def _check_geometry(op: str, geometry: tuple[int, ...]) -> None:
-    names = ("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w")
-    for name, value in zip(names, geometry, strict=True):
-        least = 0 if name.startswith("pad") else 1
-        in_range = value >= least and value <= _MAX_EXTENT
-        _check_value(op, in_range, f"{name} must be in [{least}, {_MAX_EXTENT}], got {value}")
-
-
-def _check_operands(op: str, input: Tensor, tensors: dict[str, Tensor | None]) -> None:
-    for name, t in tensors.items():
-        if t is None:
-            continue
-        rank = 1 if name == "bias" else 4
-        _check(op, t.dim() == rank, f"{name} must have {rank} axes, got {t.dim()} (shape {list(t.shape)})")
-        _check(op, t.dtype in _FLOATS, f"{name} must be float64, float32, float16 or bfloat16, got {t.dtype}")
-        same_device = t.device == input.device
-        _check(op, same_device, f"{name} must be on the device of input, {input.device}, got {t.device}")
-        same_dtype = name in ("offset", "mask") or t.dtype == input.dtype
-        _check(op, same_dtype, f"{name} must have the dtype of input, {input.dtype}, got {t.dtype}")
+    @classmethod
+    def _from_conv(cls, conv: nn.Conv2d, **options: Any) -> Self:
+        module = cls(
+            conv.in_channels,
+            conv.out_channels,
+            _two(conv.kernel_size),
+            _two(conv.stride),
+            _padding_of(conv),
+            _two(conv.dilation),
+            conv.groups,
+            bias=conv.bias is not None,
+            **options,
+        ).to(conv.weight.device, conv.weight.dtype)
+        module.weight = cast("nn.Parameter", conv.weight)
+        module.bias = cast("nn.Parameter | None", conv.bias)
+        return module.train(conv.training)
 
 
-def _output_size(op: str, axis: str, size: int, kernel: int, stride: int, pad: int, dilation: int) -> int:
-    _check(
-        op,
-        size > 0 and size <= _MAX_EXTENT and kernel > 0 and kernel <= _MAX_EXTENT,
-        f"input and weight must have between 1 and {_MAX_EXTENT} pixels along {axis}, got {size} and {kernel}",
-    )
-    room = size + 2 * pad - dilation * (kernel - 1) - 1
-    _check_value(
-        op,
-        room >= 0,
-        f"the output would be empty along {axis}: input {size}, kernel {kernel}, padding {pad}, dilation {dilation}",
-    )
-    return room // stride + 1
+class DeformConv2dPack(DeformConv2d):
+    """:class:`DeformConv2d` with an offset branch of its own, a convolution of the input.
+
+    The branch starts at zero, so the module starts as an ordinary convolution. It runs outside autocast,
+    in the dtype of its parameters: offsets are coordinates. Parameters have mmcv's names.
+
+    Args:
+        in_channels: channels C of the input.
+        out_channels: channels K of the output.
+        kernel_size: one int, or (height, width).
+        stride: one int, or (vertical, horizontal).
+        padding: likewise.
+        dilation: likewise.
+        groups: weight groups; divides both numbers of channels.
+        offset_groups: groups of input channels with offsets of their own; divides ``in_channels``.
+        bias: whether to add a learned bias.
+
+    Parameters:
+        weight, bias: as of :class:`DeformConv2d`.
+        conv_offset: :class:`torch.nn.Conv2d` of the same geometry, zero at first.
+    """
+
+    _maps = 2  # per tap: dy and dx
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Pair,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+        offset_groups: int = 1,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias)
+        if offset_groups < 1 or in_channels % offset_groups != 0:
+            raise ValueError(
+                f"opzoo::deform_conv2d: in_channels must be divisible by offset_groups, got {in_channels} and "
+                f"{offset_groups}"
+            )
+        self.offset_groups = offset_groups
+        maps = self._maps * offset_groups * math.prod(self.kernel_size)
+        self.conv_offset = nn.Conv2d(in_channels, maps, self.kernel_size, self.stride, self.padding, self.dilation)
+        nn.init.zeros_(self.conv_offset.weight)
+        assert self.conv_offset.bias is not None
+        nn.init.zeros_(self.conv_offset.bias)
+
+    def _branch(self, input: Tensor) -> Tensor:
+        with torch.autocast(input.device.type, enabled=False):
+            maps: Tensor = self.conv_offset(input.to(self.conv_offset.weight.dtype))
+            return maps
+
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
+        """``Tensor[N, K, OH, OW]`` of ``Tensor[N, C, H, W]``."""
+        return super().forward(input, self._branch(input))
+
+    @classmethod
+    def from_conv(cls, conv: nn.Conv2d, offset_groups: int = 1) -> Self:
+        """A module that computes what ``conv`` does, until its offset branch has learned something.
+
+        Args:
+            conv: padded with zeros; its parameters become those of the module.
+            offset_groups: groups of input channels with offsets of their own.
+        """
+        return cls._from_conv(conv, offset_groups=offset_groups)
 
 
-def _check_channels(op: str, input: Tensor, offset: Tensor, weight: Tensor) -> None:
-    C, K, per_group, channels = input.shape[1], weight.shape[0], weight.shape[1], offset.shape[1]
-    _check(
-        op,
-        C > 0 and per_group > 0,
-        f"input and weight must have at least one input channel, got shapes {list(input.shape)} and "
-        f"{list(weight.shape)}",
-    )
-    _check(op, C % per_group == 0, f"input channels must be a multiple of weight.shape[1] = {per_group}, got {C}")
-    groups = C // per_group
-    _check(op, K % groups == 0, f"weight.shape[0] must be a multiple of the {groups} groups, got {K}")
-    step = 2 * weight.shape[2] * weight.shape[3]
-    _check(
-        op,
-        channels > 0 and channels % step == 0,
-        f"offset.shape[1] must be a positive multiple of 2 * kernel height * kernel width = {step}, got {channels}",
-    )
-    groups = channels // step
-    _check(op, C % groups == 0, f"input channels must be a multiple of the {groups} offset groups, got {C}")
+class ModulatedDeformConv2dPack(DeformConv2dPack):
+    """:class:`DeformConv2dPack` whose branch makes a mask as well, by a sigmoid: 0.5 at first, as in mmcv.
+
+    Of the branch's channels the first two thirds are offsets, the last third is the mask.
+    """
+
+    _maps = 3
+
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
+        """``Tensor[N, K, OH, OW]`` of ``Tensor[N, C, H, W]``."""
+        maps = self._branch(input)
+        offset, mask = maps.split([maps.shape[1] // 3 * 2, maps.shape[1] // 3], dim=1)
+        return DeformConv2d.forward(self, input, offset, mask.sigmoid())
+
+    @classmethod
+    def from_conv(cls, conv: nn.Conv2d, offset_groups: int = 1) -> Self:
+        """A module that computes what ``conv`` does, until its branch has learned something.
+
+        Its weight is twice that of ``conv``, which the mask of 0.5 takes back exactly; its bias is conv's own.
+
+        Args:
+            conv: padded with zeros.
+            offset_groups: groups of input channels with offsets and masks of their own.
+        """
+        module = cls._from_conv(conv, offset_groups=offset_groups)
+        module.weight = nn.Parameter(2 * conv.weight.detach(), conv.weight.requires_grad)
+        return module
 
 
-def _check_all(
-    op: str, input: Tensor, offset: Tensor, weight: Tensor, geometry: tuple[int, ...], **others: Tensor | None
-) -> tuple[int, int, int, int]:
-    """The kernels' own checks; returns the output's shape."""
-    _check_geometry(op, geometry)
-    _check_operands(op, input, {"input": input, "offset": offset, "weight": weight, **others})
-    N, _, H, W = input.shape
-    K, _, kh, kw = weight.shape
-    OH = _output_size(op, "height", H, kh, *geometry[0::2])
-    OW = _output_size(op, "width", W, kw, *geometry[1::2])
-    _check_channels(op, input, offset, weight)
-    channels = offset.shape[1]
-    expected: tuple[tuple[str, Tensor | None, tuple[int, ...]], ...] = (
-        ("offset", offset, (N, channels, OH, OW)),
-        ("mask", others.get("mask"), (N, channels // 2, OH, OW)),
-        ("bias", others.get("bias"), (K,)),
-        ("grad", others.get("grad"), (N, K, OH, OW)),
-    )
-    for name, t, shape in expected:
-        if t is not None:
-            for given, size in zip(t.shape, shape, strict=True):
-                _check(op, given == size, f"{name} must have shape {list(shape)}, got {list(t.shape)}")
-    return N, K, OH, OW
+def make_offset(dy: Tensor, dx: Tensor) -> Tensor:
+    """The offset tensor of :func:`deform_conv2d` from its two halves.
+
+    Args:
+        dy: ``Tensor[N, D*kh*kw, OH, OW]``, the vertical offset of each tap in input pixels, row by row of the
+            kernel, offset group after offset group.
+        dx: the horizontal one, of the same shape.
+
+    Returns:
+        ``Tensor[N, 2*D*kh*kw, OH, OW]``: dy and dx of the first tap, then of the second, and so on.
+
+    Raises:
+        TypeError: an argument is no tensor.
+        RuntimeError: shapes differ, or are not those of four axes.
+
+    Example:
+        >>> opzoo.make_offset(torch.zeros(1, 2, 1, 1), torch.ones(1, 2, 1, 1)).flatten()
+        tensor([0., 1., 0., 1.])
+    """
+    require_tensor("make_offset", "dy", dy)
+    require_tensor("make_offset", "dx", dx)
+    if dy.dim() != 4 or dy.shape != dx.shape:
+        raise RuntimeError(
+            f"opzoo::make_offset: dy and dx must have 4 axes, the same, got {list(dy.shape)} and {list(dx.shape)}"
+        )
+    return torch.stack([dy, dx], 2).flatten(1, 2)
 
 
-def _empty_image(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    channels_last = not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last)
-    memory_format = torch.channels_last if channels_last and shape[1] > 0 else torch.contiguous_format
-    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory_format)
+def _two(values: Sequence[int]) -> tuple[int, int]:
+    return values[0], values[1]
+
+
+def _padding_of(conv: nn.Conv2d) -> tuple[int, int]:
+    """The zeros on each side, where that is what the convolution pads with."""
+    if conv.padding_mode != "zeros":
+        raise ValueError(f"opzoo::deform_conv2d: padding_mode of conv must be 'zeros', got {conv.padding_mode!r}")
+    if not isinstance(conv.padding, str):
+        return _two(conv.padding)
+    room = [d * (k - 1) if conv.padding == "same" else 0 for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+    if any(both % 2 for both in room):
+        raise ValueError("opzoo::deform_conv2d: padding='same' of conv must be even, got more on one side")
+    return room[0] // 2, room[1] // 2
+
+
+def _precision_of(input: Tensor) -> int:
+    """The operator's number for the precision of float32 products: torch's switch, where it matters."""
+    if input.is_cuda and input.dtype == torch.float32:
+        return _torch_precision()
+    return 0
 
 
 def _fake(
     input: Tensor, offset: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None, *geometry: int
 ) -> Tensor:
-    shape = _check_all("deform_conv2d", input, offset, weight, geometry, bias=bias, mask=mask)
-    return _empty_image(shape, input)
+    shape = check_all("deform_conv2d", input, offset, weight, geometry[:6], bias=bias, mask=mask)
+    return empty_image(shape, input)
 
 
 def _fake_backward(
@@ -275,11 +359,11 @@ def _fake_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     op = "_deform_conv2d_backward"
     geometry, (need_input, need_offset, need_weight, need_mask) = rest[:6], rest[6:]
-    _check_all(op, input, offset, weight, geometry, mask=mask, grad=grad)
-    _check_value(op, mask is not None or not need_mask, "need_mask is true, but there is no mask")
+    check_all(op, input, offset, weight, geometry, mask=mask, grad=grad)
+    check_value(op, mask is not None or not need_mask, "need_mask is true, but there is no mask")
 
     def result(needed: bool, t: Tensor) -> Tensor:
-        return _empty_image(tuple(t.shape), t) if needed else t.new_empty(0)
+        return empty_image(tuple(t.shape), t) if needed else t.new_empty(0)
 
     return (
         result(need_input, input),
@@ -290,10 +374,27 @@ def _fake_backward(
 
 
 def _save(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
-    input, offset, weight, bias, mask, *geometry = args
+    # What is at its default is left out when an operator is called through the dispatcher.
+    input, offset, weight, bias, mask, *geometry = args[:11]
+    ctx.arguments = len(args)
     ctx.save_for_backward(input, offset, weight, mask)
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.geometry = geometry
+
+
+def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """The gradients by the reference, so that they can be differentiated again: for ``create_graph=True``."""
+    input, offset, weight, mask = ctx.saved_tensors
+    stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w = ctx.geometry
+    needed = [t for t, need in zip((input, offset, weight, mask), _needs(ctx), strict=True) if need]
+    out = _reference(input, offset, weight, None, (stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w), mask)
+    found = iter(torch.autograd.grad(out, needed, grad, create_graph=True)) if needed else iter(())
+    return tuple(next(found) if need else None for need in _needs(ctx))
+
+
+def _needs(ctx: Any) -> tuple[bool, ...]:
+    """Whether input, offset, weight and mask want a gradient."""
+    return (*ctx.needs_input_grad[:3], ctx.needs_input_grad[4])
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -301,7 +402,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     need_input, need_offset, need_weight, need_bias, need_mask = ctx.needs_input_grad[:5]
     grads: tuple[Tensor | None, ...] = (None,) * 4
     needs = need_input, need_offset, need_weight, need_mask
-    if any(needs):
+    if any(needs) and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+        grads = _differentiable_backward(ctx, grad)
+    elif any(needs):
         if need_input and grad.is_cuda:
             alert_not_deterministic("opzoo.deform_conv2d backward to input on CUDA")
         found = _deform_conv2d_backward(grad, input, offset, weight, mask, *ctx.geometry, *needs)
@@ -310,11 +413,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if need_bias:
         dtype = ctx.bias_dtype
         grad_bias = grad.sum((0, 2, 3), dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
-    return (*grads[:3], grad_bias, grads[3], *(None,) * 6)
+    return (*grads[:3], grad_bias, grads[3], *(None,) * (ctx.arguments - 5))
 
 
 def _refuse_double_backward(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError("opzoo.deform_conv2d has no second derivative; opzoo.reference.deform_conv2d has")
+    raise RuntimeError(
+        "the backward of opzoo.deform_conv2d cannot be differentiated here; torch.autograd.grad with "
+        "create_graph=True can, and opzoo.reference.deform_conv2d everywhere"
+    )
 
 
 def _stack_calls(call: Any, info: Any, in_dims: Any, args: tuple[Any, ...]) -> list[Any]:

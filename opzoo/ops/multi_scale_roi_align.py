@@ -14,7 +14,7 @@ from opzoo._library import LIBRARY
 from opzoo.ops._common import _autocast_enabled, differentiable, pair, require_number, require_tensor
 from opzoo.ops._roi_checks import check_boxes, empty_map, is_channels_last
 from opzoo.ops._roi_fold import Batched, Folded, axis_after
-from opzoo.ops.roi_align import _concatenate, _fake_grad_input, _fake_output
+from opzoo.ops.roi_align import _boxes_backward, _concatenate, _fake_grad_input, _fake_output
 
 MAX_LEVELS = 8
 _OP = "multi_scale_roi_align"
@@ -68,7 +68,8 @@ def multi_scale_roi_align(
     one axis) or NaN gives zeros, as in torchvision; what else a box can be is as in :func:`roi_align`.
 
     fp64, fp32, fp16 and bf16; coordinates, levels, weights and sums are fp32 (fp64 for fp64).
-    Differentiable any number of times in ``inputs``; ``boxes`` gets no gradient. vmap-able.
+    Differentiable any number of times in ``inputs``, in both modes, and once in ``boxes``, in reverse mode,
+    level and number of samples held constant; see :func:`roi_align`. vmap-able.
     Deterministic, forward and backward, on every device.
 
     Source: Lin et al., "Feature Pyramid Networks for Object Detection", 2017, equation 1.
@@ -92,7 +93,8 @@ class MultiScaleRoIAlign(nn.Module):
     """:func:`multi_scale_roi_align` as a module, with torchvision's constructor and results.
 
     Args:
-        featmap_names: the names, in the dict of feature maps, of those to pool from.
+        featmap_names: the names, in the dict of feature maps, of those to pool from. A name that the dict
+            lacks is passed over, as in torchvision.
         output_size: ``(height, width)`` of the result, or one int for both.
         sampling_ratio: samples per bin and axis; zero or negative for an adaptive number.
         canonical_scale: side in image pixels of a square box that belongs to ``canonical_level``.
@@ -114,6 +116,8 @@ class MultiScaleRoIAlign(nn.Module):
         aligned: bool = False,
     ) -> None:
         super().__init__()
+        if isinstance(featmap_names, str):
+            raise TypeError(f"opzoo::{_OP}: featmap_names must be a list of names, got the str {featmap_names!r}")
         self.featmap_names = featmap_names
         self.output_size = pair(_OP, "output_size", output_size)
         self.sampling_ratio = sampling_ratio
@@ -326,21 +330,25 @@ def _fake_backward(
     ]
 
 
-# Derivatives. For given boxes the operator is linear in its maps, and the backward is its adjoint.
+# Derivatives. For given boxes the operator is linear in its maps, and the backward is its adjoint. Each
+# box has its gradient from the map it takes, as roi_align gives it: with g of the pooled shape and m of
+# the maps', both <g, average(m)> and <m, backward(g)> are the one sum that boxes_backward(g, m)
+# differentiates.
 
 _FORWARD_TAIL = 11  # arguments behind the maps
 _BACKWARD_ARGUMENTS = 15
 
 
-def _keep(ctx: Any, args: tuple[Any, ...], adjoint: Sequence[Any]) -> None:
+def _keep(ctx: Any, args: tuple[Any, ...], features: Sequence[Tensor], adjoint: Sequence[Any]) -> None:
     ctx.own, ctx.adjoint = args[3:], adjoint
-    ctx.save_for_backward(*args[1:3])
-    ctx.save_for_forward(*args[1:3])
+    tensors = (*args[1:3], *features)
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
     ctx.set_materialize_grads(False)
 
 
-def _refuse_boxes() -> None:
-    raise NotImplementedError(f"opzoo.{_OP} is not differentiable in boxes; detach them")
+def _refuse_forward_mode() -> None:
+    raise NotImplementedError(f"opzoo.{_OP} has no forward-mode derivative in boxes; detach them")
 
 
 def _with_zeros(tensors: Sequence[Tensor | None], backward_numbers: Sequence[Any]) -> list[Tensor] | None:
@@ -353,30 +361,62 @@ def _with_zeros(tensors: Sequence[Tensor | None], backward_numbers: Sequence[Any
     return [given.new_zeros((n, c, h, w)) if t is None else t for t, (h, w) in zip(tensors, shapes, strict=True)]
 
 
+def _map_of_each(maps: Sequence[Tensor], boxes: Tensor, index: Tensor | None, bounds: Sequence[Any]) -> Tensor:
+    """``Tensor[K]``: 1 for a box of the first map, 2 for one of the second, ..., 0 for one of none.
+
+    The operator's own answer, pooled from maps of one pixel that hold their number. The scale is so small
+    that every finite box lies on that pixel.
+    """
+    numbers = [t.new_full((t.shape[0], 1, 1, 1), i + 1) for i, t in enumerate(maps)]
+    return _average(numbers, boxes.detach(), index, 1, 1, [1e-30] * len(maps), 1, False, *bounds).flatten()
+
+
+def _to_boxes(
+    grad: Tensor, maps: Sequence[Tensor], boxes: Tensor, index: Tensor | None, geometry: Sequence[Any]
+) -> Tensor:
+    scales, ratio, aligned, *bounds = geometry
+    if len(maps) == 1:
+        return _boxes_backward(grad, maps[0], boxes, index, scales[0], ratio, aligned)
+    number = _map_of_each(maps, boxes, index, bounds)
+    total = None
+    for i, (t, scale) in enumerate(zip(maps, scales, strict=True)):
+        # A box of NaN has no samples: its gradient is 0 and nothing is read for it.
+        own = torch.where((number == i + 1).unsqueeze(1), boxes[:, -4:], math.nan)
+        if index is None:
+            own = torch.cat([boxes[:, :1], own], 1)
+        part = _boxes_backward(grad, t, own, index, scale, ratio, aligned)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
 def _save_forward(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
     maps = args[0]
     n, c, _, _ = maps[0].shape
     # Under vmap an axis of the map is hidden, and torch does not answer for its layout.
     channels_last = not torch._C._are_functorch_transforms_active() and is_channels_last(maps[0])
     sizes = [t.shape[2] for t in maps], [t.shape[3] for t in maps]
-    _keep(ctx, args, (n, c, *sizes, *args[5:], channels_last))
+    features = maps if ctx.needs_input_grad[len(maps)] else ()  # kept for the boxes alone
+    _keep(ctx, args, features, (n, c, *sizes, *args[5:], channels_last))
 
 
 def _forward_grad(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
-    # Autograd leaves boxes.grad None, which says that there is none; torch.func would answer with zeros.
-    if any(ctx.needs_input_grad[-_FORWARD_TAIL:]) and torch._C._are_functorch_transforms_active():
-        _refuse_boxes()
-    grads: list[Any] = [None] * len(ctx.adjoint[2])
-    if grad is not None:
-        grads = list(_backward(grad, *ctx.saved_tensors, *ctx.adjoint))
-    return grads, *(None,) * _FORWARD_TAIL
+    boxes, index, *maps = ctx.saved_tensors
+    levels = len(ctx.adjoint[2])
+    grads: list[Any] = [None] * levels
+    grad_boxes = None
+    if grad is not None and any(ctx.needs_input_grad[:levels]):
+        grads = list(_backward(grad, boxes, index, *ctx.adjoint))
+    if grad is not None and ctx.needs_input_grad[levels]:
+        grad_boxes = _to_boxes(grad, maps, boxes, index, ctx.own[2:])
+    return grads, grad_boxes, *(None,) * (_FORWARD_TAIL - 1)
 
 
 def _forward_jvp(ctx: Any, tangents: list[Tensor | None], *others: Tensor | None) -> Tensor | None:
     if any(other is not None for other in others):
-        _refuse_boxes()
+        _refuse_forward_mode()
     maps = _with_zeros(tangents, ctx.adjoint)
-    return None if maps is None else _average(maps, *ctx.saved_tensors, *ctx.own)
+    return None if maps is None else _average(maps, *ctx.saved_tensors[:2], *ctx.own)
 
 
 def _forward_vmap(
@@ -392,34 +432,39 @@ def _forward_vmap(
         (index, dims[2]),
         () if shared else batched,
         (maps[0], None) if shared else (None, None),
+        op=_OP,
     )
     return f.unfold(_average(maps if shared else f.pooled, f.boxes, f.batch_index, *rest)), f.axis
 
 
 def _save_backward(ctx: Any, args: tuple[Any, ...], output: Any) -> None:
-    _keep(ctx, args, (*args[0].shape[-2:], *args[7:14]))
+    features = (args[0],) if ctx.needs_input_grad[1] else ()
+    _keep(ctx, args, features, (*args[0].shape[-2:], *args[7:14]))
 
 
 def _backward_grad(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    if any(ctx.needs_input_grad[1:]) and torch._C._are_functorch_transforms_active():
-        _refuse_boxes()
+    boxes, index, *features = ctx.saved_tensors
     maps = _with_zeros(grads, ctx.own)
-    grad = None if maps is None else _average(maps, *ctx.saved_tensors, *ctx.adjoint)
-    return grad, *(None,) * (_BACKWARD_ARGUMENTS - 1)
+    grad = grad_boxes = None
+    if maps is not None and ctx.needs_input_grad[0]:
+        grad = _average(maps, boxes, index, *ctx.adjoint)
+    if maps is not None and ctx.needs_input_grad[1]:
+        grad_boxes = _to_boxes(features[0], maps, boxes, index, ctx.adjoint[2:])
+    return grad, grad_boxes, *(None,) * (_BACKWARD_ARGUMENTS - 2)
 
 
 def _backward_jvp(ctx: Any, tangent: Tensor | None, *others: Tensor | None) -> Any:
     if any(other is not None for other in others):
-        _refuse_boxes()
+        _refuse_forward_mode()
     if tangent is None:
         return (None,) * len(ctx.own[2])
-    return tuple(_backward(tangent, *ctx.saved_tensors, *ctx.own))
+    return tuple(_backward(tangent, *ctx.saved_tensors[:2], *ctx.own))
 
 
 def _backward_vmap(
     info: Any, dims: Any, grad: Tensor, boxes: Tensor, index: Tensor | None, n: Any, c: Any, *rest: Any
 ) -> tuple[Any, Any]:
-    f = Folded(info.batch_size, n, (boxes, dims[1]), (index, dims[2]), ((grad, dims[0]),), (None, None))
+    f = Folded(info.batch_size, n, (boxes, dims[1]), (index, dims[2]), ((grad, dims[0]),), (None, None), op=_OP)
     n, c = (n * info.batch_size, c) if f.axis == 0 else (n, c * info.batch_size)
     grads = tuple(f.unfold(t) for t in _backward(*f.pooled, f.boxes, f.batch_index, n, c, *rest))
     return grads, (f.axis,) * len(grads)
@@ -430,7 +475,7 @@ torch.library.register_fake("opzoo::_multi_scale_roi_align_backward", _fake_back
 
 _average = differentiable(
     torch.ops.opzoo.multi_scale_roi_align.default,
-    inputs=(0,),
+    inputs=(0, 1),
     save=_save_forward,
     backward=_forward_grad,
     jvp=_forward_jvp,
@@ -438,7 +483,7 @@ _average = differentiable(
 )
 _backward = differentiable(
     torch.ops.opzoo._multi_scale_roi_align_backward.default,
-    inputs=(0,),
+    inputs=(0, 1),
     save=_save_backward,
     backward=_backward_grad,
     jvp=_backward_jvp,

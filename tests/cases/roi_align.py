@@ -39,6 +39,12 @@ def moving_list(device, dtype):
     return input.contiguous(memory_format=torch.channels_last), coordinates[:1], coordinates[1:]
 
 
+def joined(image, coordinates):
+    """On the CPU where the two lie on different devices: the operator has to see it, not torch.cat."""
+    device = image.device if image.device == coordinates.device else torch.device("cpu")
+    return torch.cat([image.to(device), coordinates.to(device)], 1)
+
+
 CASES = [
     Case(
         id="roi_align-adaptive",
@@ -90,11 +96,11 @@ CASES = [
         op="roi_align",
         tensors=moving,
         call=lambda input, image, coordinates: opzoo.roi_align(
-            input, torch.cat([image, coordinates], 1), (2, 3), 0.7, -1, True
+            input, joined(image, coordinates), (2, 3), 0.7, -1, True
         ),
         raw=lambda input, image, coordinates: (
             input,
-            torch.cat([image, coordinates], 1),
+            joined(image, coordinates),
             None,
             2,
             3,

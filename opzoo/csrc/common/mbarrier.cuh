@@ -104,6 +104,40 @@ __device__ __forceinline__ void cluster_barrier() {
       : "memory");
 }
 
+// What lies at the same shared address in block `rank` of the cluster.
+__device__ __forceinline__ float cluster_load(const float* pointer, uint32_t rank) {
+  float value;
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %1, %2;\n"
+      "ld.shared::cluster.f32 %0, [remote];\n"
+      "}"
+      : "=f"(value)
+      : "r"(shared_address(pointer)), "r"(rank)
+      : "memory");
+  return value;
+}
+__device__ __forceinline__ float4 cluster_load(const float4* pointer, uint32_t rank) {
+  float4 value;
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n"
+      "}"
+      : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+      : "r"(shared_address(pointer)), "r"(rank)
+      : "memory");
+  return value;
+}
+
+// In a kernel launched with programmatic stream serialization: what the kernel before it wrote is
+// there from here on.
+__device__ __forceinline__ void wait_for_last_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // Moves registers from warpgroups that need few to those that need many. All warps of the
 // warpgroup must execute it; takes effect in kernels with __launch_bounds__(threads, 1).
 template <int kRegisters>

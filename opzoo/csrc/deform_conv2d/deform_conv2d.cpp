@@ -215,6 +215,14 @@ void fit(Tensor& matrix, const Sizes& sizes) {
   if (matrix.size(2) != sizes[2]) matrix = empty(sizes, matrix.scalar_type(), matrix);
 }
 
+// The first elements of a buffer, as a matrix for the last chunk: a second buffer would add to the
+// memory of the first.
+Tensor head(const Tensor& buffer, const Sizes& sizes) {
+  Tensor flat = torch::stable::view(buffer, {buffer.numel()});
+  const Tensor first = torch::stable::narrow(flat, 0, 0, sizes[0] * sizes[1] * sizes[2]);
+  return torch::stable::view(first, sizes);
+}
+
 // a @ b for every group, with sums and result in the accumulator's dtype.
 Tensor multiply(const char* op, const Tensor& a, const Tensor& b) {
   const ScalarType dtype = accumulator_dtype(a.scalar_type());
@@ -300,6 +308,16 @@ Tensor deform_conv2d_forward(const DeformConvDevice& device,
                              const OptionalTensor& bias) {
   constexpr const char* op = "deform_conv2d";
   const DeformConvParams p = plan(op, args);
+  const auto precision = static_cast<int64_t>(args.precision);
+  const auto method = static_cast<int64_t>(args.method);
+  OPZOO_CHECK_VALUE(precision == 0 || precision == 1,
+                    op,
+                    "precision must be 0 (ieee) or 1 (tf32), got ",
+                    precision);
+  OPZOO_CHECK_VALUE(method >= 0 && method <= 2,
+                    op,
+                    "method must be 0 (best), 1 (portable) or 2 (columns), got ",
+                    method);
   const ScalarType dtype = args.input.scalar_type();
   if (bias) {
     check_operand(op, "bias", *bias, 1, args.input);
@@ -307,16 +325,19 @@ Tensor deform_conv2d_forward(const DeformConvDevice& device,
     check_shape(op, "bias", *bias, {p.K});
   }
   Tensor out = empty_image({p.N, p.K, p.OH, p.OW}, dtype, args.input);
-  if (out.numel() == 0 || device.run_implicit(p, args, bias, out)) return out;
+  if (out.numel() == 0) return out;
+  if (args.method != DeformConvMethod::kColumns && device.run_implicit(p, args, bias, out)) {
+    return out;
+  }
 
   const int64_t groups = p.weight_groups;
   const Tensor weight = weight_matrix(device, p, args.weight);
   const ScalarType column_dtype = weight.scalar_type();
   const int64_t bytes = p.rows() * weight.element_size() + p.K * sizeof(double);
   const int64_t step = chunk_pixels(p, bytes, device.workspace_bytes());
-  Tensor columns = empty({groups, p.rows() / groups, step}, column_dtype, args.input);
+  const Tensor buffer = empty({groups, p.rows() / groups, step}, column_dtype, args.input);
   for_each_chunk(p, step, [&](PixelChunk chunk) {
-    fit(columns, {groups, p.rows() / groups, chunk.count});
+    Tensor columns = head(buffer, {groups, p.rows() / groups, chunk.count});
     device.sample_columns(p, dtype, chunk, columns);
     device.write_output(p, chunk, multiply(op, weight, columns), bias, out);
   });
@@ -358,8 +379,8 @@ DeformConvGrads deform_conv2d_backward(const DeformConvDevice& device,
 OPZOO_SCHEMAS(m) {
   m.def(
       "deform_conv2d(Tensor input, Tensor offset, Tensor weight, Tensor? bias, Tensor? mask, "
-      "int stride_h, int stride_w, int pad_h, int pad_w, int dilation_h, int dilation_w) -> "
-      "Tensor");
+      "int stride_h, int stride_w, int pad_h, int pad_w, int dilation_h, int dilation_w, "
+      "int precision=0, int method=0) -> Tensor");
   m.def(
       "_deform_conv2d_backward(Tensor grad, Tensor input, Tensor offset, Tensor weight, "
       "Tensor? mask, int stride_h, int stride_w, int pad_h, int pad_w, int dilation_h, "

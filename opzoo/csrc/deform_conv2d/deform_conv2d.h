@@ -133,30 +133,41 @@ struct DeformSample {
   bool inside = false;  // false: value and derivatives are 0, nothing may be read or written
 };
 
-// The whole geometry of the operator, forward and backward.
+// The whole geometry of the operator, forward and backward: tap (i, j) of a pixel, moved by (dy,
+// dx).
+template <class acc>
+OPZOO_HOST_DEVICE DeformSample<acc> deform_sample_at(const DeformConvParams& p,
+                                                     const OutputPixel& pixel,
+                                                     int64_t i,
+                                                     int64_t j,
+                                                     acc dy,
+                                                     acc dx,
+                                                     acc mask) {
+  const int64_t grid_y = pixel.y * p.stride_h - p.pad_h + i * p.dilation_h;
+  const int64_t grid_x = pixel.x * p.stride_w - p.pad_w + j * p.dilation_w;
+  DeformSample<acc> sample;
+  sample.y = ZeroBorder::tap(static_cast<acc>(grid_y) + dy, p.H);
+  sample.x = ZeroBorder::tap(static_cast<acc>(grid_x) + dx, p.W);
+  sample.inside = sample.y.inside && sample.x.inside;
+  sample.mask = mask;
+  return sample;
+}
+
 template <class acc>
 OPZOO_HOST_DEVICE DeformSample<acc> deform_sample(const DeformConvParams& p,
                                                   const OutputPixel& pixel,
                                                   int64_t offset_group,
                                                   int64_t tap) {
   const int64_t i = tap / p.kernel_w;
-  const int64_t j = tap - i * p.kernel_w;
   const int64_t channel = offset_group * p.taps() + tap;
   const int64_t at = index_of(p.offset.strides, pixel, 2 * channel);
   const acc dy = load_float<acc>(p.offset.data, p.offset.kind, at);
   const acc dx = load_float<acc>(p.offset.data, p.offset.kind, at + p.offset.strides.c);
-  const int64_t grid_y = pixel.y * p.stride_h - p.pad_h + i * p.dilation_h;
-  const int64_t grid_x = pixel.x * p.stride_w - p.pad_w + j * p.dilation_w;
-
-  DeformSample<acc> sample;
-  sample.y = ZeroBorder::tap(static_cast<acc>(grid_y) + dy, p.H);
-  sample.x = ZeroBorder::tap(static_cast<acc>(grid_x) + dx, p.W);
-  sample.inside = sample.y.inside && sample.x.inside;
-  if (p.mask.data) {
-    sample.mask =
-        load_float<acc>(p.mask.data, p.mask.kind, index_of(p.mask.strides, pixel, channel));
-  }
-  return sample;
+  const acc mask =
+      p.mask.data
+          ? load_float<acc>(p.mask.data, p.mask.kind, index_of(p.mask.strides, pixel, channel))
+          : acc(1);
+  return deform_sample_at<acc>(p, pixel, i, tap - i * p.kernel_w, dy, dx, mask);
 }
 
 // The four pixels around a sample, (y, x) in {lo, hi} x {lo, hi}, as element offsets from channel 0

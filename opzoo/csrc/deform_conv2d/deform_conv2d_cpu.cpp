@@ -278,9 +278,16 @@ Tensor deform_conv2d_cpu(const Tensor& input,
                          int64_t pad_h,
                          int64_t pad_w,
                          int64_t dilation_h,
-                         int64_t dilation_w) {
-  const DeformConvArgs args{
-      input, offset, weight, mask, {stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w}};
+                         int64_t dilation_w,
+                         int64_t precision,
+                         int64_t method) {
+  const DeformConvArgs args{input,
+                            offset,
+                            weight,
+                            mask,
+                            {stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w},
+                            DeformConvPrecision{precision},
+                            DeformConvMethod{method}};
   return deform_conv2d_forward(DeformConvCpu(), args, bias);
 }
 

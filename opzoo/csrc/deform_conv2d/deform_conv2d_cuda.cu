@@ -23,7 +23,7 @@ int64_t slice_items(const DeformConvParams& p, PixelChunk chunk) {
 class DeformConvCuda final : public DeformConvDevice {
  public:
   ScalarType column_dtype(ScalarType storage) const override { return storage; }
-  int64_t workspace_bytes() const override { return int64_t{64} << 20; }
+  int64_t workspace_bytes() const override { return int64_t{40} << 20; }
 
   bool run_implicit(const DeformConvParams& p,
                     const DeformConvArgs& args,
@@ -132,10 +132,17 @@ Tensor deform_conv2d_cuda(const Tensor& input,
                           int64_t pad_h,
                           int64_t pad_w,
                           int64_t dilation_h,
-                          int64_t dilation_w) {
+                          int64_t dilation_w,
+                          int64_t precision,
+                          int64_t method) {
   const DeviceGuard guard(guard_index(input));
-  const DeformConvArgs args{
-      input, offset, weight, mask, {stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w}};
+  const DeformConvArgs args{input,
+                            offset,
+                            weight,
+                            mask,
+                            {stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w},
+                            DeformConvPrecision{precision},
+                            DeformConvMethod{method}};
   return deform_conv2d_forward(DeformConvCuda(), args, bias);
 }
 

@@ -12,12 +12,27 @@ struct DeformConvGeometry {
   int64_t stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
 };
 
+// What the fp32 products of a forward on a GPU may cost in accuracy. Everything else ignores it.
+enum class DeformConvPrecision : int64_t {
+  kIeee = 0,  // fp32's accuracy
+  kTf32 = 1,  // operands rounded to 10 bits of fraction, sums in fp32
+};
+
+// Which forward, for tests: the others must be right too.
+enum class DeformConvMethod : int64_t {
+  kBest = 0,      // the first that applies
+  kPortable = 1,  // without those for Hopper alone
+  kColumns = 2,   // the general one
+};
+
 struct DeformConvArgs {
   const Tensor& input;
   const Tensor& offset;
   const Tensor& weight;
   const OptionalTensor& mask;
   DeformConvGeometry geometry;
+  DeformConvPrecision precision = DeformConvPrecision::kIeee;
+  DeformConvMethod method = DeformConvMethod::kBest;
 };
 
 struct DeformConvNeeds {

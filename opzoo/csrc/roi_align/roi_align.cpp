@@ -167,12 +167,41 @@ void bind_argmax(const char* op,
   copy_strides(argmax, p.argmax_stride);
 }
 
+// 2^47 bytes of float64, what a process can address.
+constexpr double kMaxOutputElements = 0x1p44;
+
+// A tensor of the result's sizes, or an error that says where they come from.
+Tensor empty_output(const char* op,
+                    const RoIAlignParams& p,
+                    const Sizes& strides,
+                    ScalarType dtype,
+                    const Tensor& input) {
+  const Sizes sizes{p.rois, p.channels, p.pooled_height, p.pooled_width};
+  const std::string size = "output_size (" + std::to_string(p.pooled_height) + ", " +
+                           std::to_string(p.pooled_width) + ")";
+  try {
+    return empty_strided(sizes, strides, dtype, input);
+  } catch (const std::exception& error) {
+    fail<std::runtime_error>(
+        op, size, " makes an output of shape ", to_string(sizes), ": ", error.what());
+  }
+}
+
 void allocate_output(const char* op, const Tensor& input, RoIAlignPlan& plan) {
   RoIAlignParams& p = plan.params;
   const Sizes sizes{p.rois, p.channels, p.pooled_height, p.pooled_width};
-  check_sizes(op, "output", sizes);
+  double elements = 1;
+  for (const int64_t size : sizes) elements *= static_cast<double>(std::max<int64_t>(size, 1));
+  OPZOO_CHECK_VALUE(elements <= kMaxOutputElements,
+                    op,
+                    "output is too large: output_size (",
+                    p.pooled_height,
+                    ", ",
+                    p.pooled_width,
+                    ") must give at most 2^44 elements, got ",
+                    to_string(sizes));
   const Sizes strides = strides_for(sizes, is_channels_last(input));
-  plan.out = empty_strided(sizes, strides, input.scalar_type(), input);
+  plan.out = empty_output(op, p, strides, input.scalar_type(), input);
   copy_strides(plan.out, p.pooled_stride);
 }
 
@@ -223,7 +252,7 @@ RoIAlignPlan plan_roi_align(const char* op,
   bind_boxes(op, input, "input", boxes, batch_index, options, plan);
   allocate_output(op, input, plan);
   if (want_argmax) {
-    plan.argmax = empty_strided(sizes_of(plan.out), strides_of(plan.out), ScalarType::Long, input);
+    plan.argmax = empty_output(op, p, strides_of(plan.out), ScalarType::Long, input);
     copy_strides(plan.argmax, p.argmax_stride);
   }
   return plan;

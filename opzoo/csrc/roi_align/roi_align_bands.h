@@ -14,13 +14,10 @@
 
 namespace opzoo {
 
-// Row `bin` of W as emit(pixel, weight), pixels ascending, each once.
-template <class acc, class Emit>
-OPZOO_HOST_DEVICE void merge_samples(const RoIAxis<acc>& axis,
-                                     int64_t bin,
-                                     int64_t size,
-                                     const Emit& emit) {
-  const SampleRange range = axis.samples_near(bin, size);
+// A row of W as emit(pixel, weight), pixels ascending, each once. tap_of(n) for n in [0, samples)
+// are the AxisTaps of the bin's samples, in ascending order of their coordinates.
+template <class acc, class TapOf, class Emit>
+OPZOO_HOST_DEVICE void merge_taps(int64_t samples, const TapOf& tap_of, const Emit& emit) {
   int64_t pixel = -1;  // the pixel whose weight is still open, and the one after it
   acc weight = 0;
   acc next_weight = 0;
@@ -29,9 +26,8 @@ OPZOO_HOST_DEVICE void merge_samples(const RoIAxis<acc>& axis,
     emit(pixel, weight);
     if (next_weight != acc(0)) emit(pixel + 1, next_weight);
   };
-  for (int64_t n = 0; n < range.end - range.begin; ++n) {
-    const int64_t sample = axis.bin >= acc(0) ? range.begin + n : range.end - 1 - n;
-    const auto tap = ClampBorder::tap(axis.coordinate(bin, sample), size);
+  for (int64_t n = 0; n < samples; ++n) {
+    const AxisTap<acc> tap = tap_of(n);
     if (!tap.inside) continue;
     if (tap.lo == pixel) {
       weight += tap.weight_lo;
@@ -49,6 +45,20 @@ OPZOO_HOST_DEVICE void merge_samples(const RoIAxis<acc>& axis,
     next_weight = tap.weight_hi;
   }
   flush();
+}
+
+// Row `bin` of W.
+template <class acc, class Emit>
+OPZOO_HOST_DEVICE void merge_samples(const RoIAxis<acc>& axis,
+                                     int64_t bin,
+                                     int64_t size,
+                                     const Emit& emit) {
+  const SampleRange range = axis.samples_near(bin, size);
+  const auto tap_of = [&](int64_t n) {
+    const int64_t sample = axis.bin >= acc(0) ? range.begin + n : range.end - 1 - n;
+    return ClampBorder::tap(axis.coordinate(bin, sample), size);
+  };
+  merge_taps<acc>(range.end - range.begin, tap_of, emit);
 }
 
 // One element of W, by the few samples next to the pixel: each gives what is left of 1 after its

@@ -7,14 +7,13 @@ namespace opzoo {
 namespace {
 
 constexpr int64_t kLimit32 = int64_t{1} << 31;
+constexpr int64_t kMaxGridAxis = 65535;
 constexpr int64_t kBandBytes = 4 * 1024;     // per axis
-constexpr int64_t kStagedBytes = 40 * 1024;  // with the bands, what a block gets without asking
-constexpr int kBlockThreads = 256;
-// Threads of the rows kernel that keep a large GPU busy while blocks of very different work end.
-constexpr int64_t kThreadsWanted = 1 << 19;
+constexpr int64_t kStagedBytes = 26 * 1024;  // with the rest, what a block gets without asking
+constexpr int64_t kBesideBytes = 18 * 1024;  // that rest: the bands, and what is of fixed size
 // From this many RoIs on, copying what they touch is cheaper than reading each pixel of a
 // contiguous map on its own.
-constexpr int64_t kScratchRoIs = 32;
+constexpr int64_t kScratchRoIs = 48;
 
 // The kernels over bands address one image with 32-bit offsets.
 bool takes_bands(const RoIAlignParams& p) {
@@ -44,7 +43,6 @@ bool takes_vectors(const RoIAlignParams& p, const void* map) {
 // Whether a strip can be read in vectors of pixels.
 template <class T>
 bool takes_pixels(const RoIAlignParams& p, const void* map) {
-  constexpr int64_t kPixels = kPixelsOf<T>;
   return p.map_stride[kRoIColumn] == 1 && p.map_stride[kRoIBatch] % kPixels == 0 &&
          p.map_stride[kRoIRow] % kPixels == 0 && p.map_stride[kRoIChannel] % kPixels == 0 &&
          starts_on(map, kPixels * static_cast<int64_t>(sizeof(T)));
@@ -55,8 +53,7 @@ template <class acc>
 int band_capacity(const RoIAlignParams& p, int64_t bins, int64_t size) {
   const int64_t room = kBandBytes / static_cast<int64_t>(bins * sizeof(BandEntry<acc>));
   const int64_t wanted = p.sampling_ratio > 0 ? std::min(2 * p.sampling_ratio, size) : size;
-  const int64_t batches = std::max<int64_t>(std::min(room, wanted + kRowBatch - 1) / kRowBatch, 1);
-  return static_cast<int>(batches * kRowBatch);
+  return static_cast<int>(std::max<int64_t>(std::min(room, wanted), 1));
 }
 
 template <class acc>
@@ -73,69 +70,8 @@ BandCapacity capacity_of(const RoIAlignPyramid& pyramid) {
 }
 
 template <class T>
-RowsShape rows_shape(const RoIAlignPyramid& pyramid, bool staged, bool vectors) {
-  const RoIAlignParams& p = pyramid.level[0];
-  const int64_t bins = p.pooled_height * p.pooled_width;
-  const int64_t lines = div_up<int64_t>(p.channels, kVectorOf<T>);
-  RowsShape shape;
-  shape.capacity = capacity_of<acc_t<T>>(pyramid);
-  shape.vectors = vectors;
-  shape.lanes = 8;
-  while (shape.lanes > 1 && (shape.lanes / 2 >= lines || shape.lanes * 16 * bins > kStagedBytes)) {
-    shape.lanes /= 2;
-  }
-  const int64_t slabs = div_up<int64_t>(lines, shape.lanes);
-  const int64_t threads = p.rois * p.pooled_height * slabs * shape.lanes;
-  shape.groups = static_cast<int>(std::clamp<int64_t>(kThreadsWanted / threads, 1, p.pooled_width));
-  const int64_t slab_threads = p.pooled_height * shape.groups * shape.lanes;
-  shape.slabs = static_cast<int>(std::clamp<int64_t>(kBlockThreads / slab_threads, 1, slabs));
-  if (staged) {
-    const int64_t room = kStagedBytes / (shape.lanes * 16 * bins);
-    shape.slabs = static_cast<int>(std::clamp<int64_t>(room, 1, shape.slabs));
-  }
-  shape.passes = static_cast<int>(div_up<int64_t>(div_up<int64_t>(slabs, shape.slabs), 65535));
-  return shape;
-}
-
-template <class T>
-void launch_rows(const RoIAlignPyramid& pyramid,
-                 T* output,
-                 bool staged,
-                 const RowsShape& shape,
-                 cudaStream_t stream) {
-  const RoIAlignParams& p = pyramid.level[0];
-  const int64_t slabs = div_up<int64_t>(p.channels, shape.lanes * kVectorOf<T>);
-  const int64_t items = p.pooled_height * shape.groups * shape.lanes * shape.slabs;
-  const auto threads =
-      static_cast<unsigned>(std::min<int64_t>(div_up<int64_t>(items, 32) * 32, kBlockThreads));
-  const dim3 grid(static_cast<unsigned>(p.rois),
-                  static_cast<unsigned>(div_up<int64_t>(slabs, shape.slabs * shape.passes)));
-  const int64_t bands = shape.capacity.bytes<acc_t<T>>(p);
-  if (staged) {
-    const int64_t bytes = bands + shape.slabs * shape.lanes * 16 * p.pooled_height * p.pooled_width;
-    roi_align_rows_kernel<T, true><<<grid, threads, bytes, stream>>>(pyramid, output, shape);
-  } else {
-    roi_align_rows_kernel<T, false><<<grid, threads, bands, stream>>>(pyramid, output, shape);
-  }
-}
-
-template <class T>
-void launch_bins(const RoIAlignPyramid& pyramid, T* output, cudaStream_t stream) {
-  const RoIAlignParams& p = pyramid.level[0];
-  const BandCapacity capacity = capacity_of<acc_t<T>>(pyramid);
-  // 256 bytes of channels per block. Few RoIs are split over their bins as well.
-  constexpr int64_t kSlice = 16;
-  constexpr int64_t kBlocksWanted = 1024;
-  const int64_t vectors = p.channels / kVectorOf<T>;
-  const int64_t slice = std::max(kSlice, div_up<int64_t>(vectors, 65535));
-  const int64_t slices = div_up(vectors, slice);
-  const int64_t items = p.pooled_height * p.pooled_width * slice;
-  const int64_t split =
-      std::clamp<int64_t>(kBlocksWanted / (p.rois * slices), 1, div_up<int64_t>(items, kBlockSize));
-  const dim3 grid(
-      static_cast<unsigned>(p.rois), static_cast<unsigned>(slices), static_cast<unsigned>(split));
-  roi_align_bins_kernel<T><<<grid, kBlockSize, capacity.bytes<acc_t<T>>(p), stream>>>(
-      pyramid, output, capacity, static_cast<int>(slice));
+int64_t slices_of(const RoIAlignParams& p, int slice_bits) {
+  return div_up<int64_t>(p.channels, int64_t{kVectorOf<T>} << slice_bits);
 }
 
 template <class T>
@@ -148,13 +84,115 @@ void launch_bands(const RoIAlignPyramid& pyramid,
   const int64_t items = p.channels * p.pooled_height * p.pooled_width;
   const dim3 grid(
       static_cast<unsigned>(p.rois),
-      static_cast<unsigned>(std::min<int64_t>(div_up<int64_t>(items, kBlockSize), 65535)));
+      static_cast<unsigned>(std::min<int64_t>(div_up<int64_t>(items, kBlockSize), kMaxGridAxis)));
   const int64_t bytes = capacity.bytes<acc_t<T>>(p);
   if (channels_last) {
     roi_align_bands_kernel<T, true><<<grid, kBlockSize, bytes, stream>>>(pyramid, output, capacity);
   } else {
     roi_align_bands_kernel<T, false>
         <<<grid, kBlockSize, bytes, stream>>>(pyramid, output, capacity);
+  }
+}
+
+// The bytes a block gets for results if it asks.
+int64_t most_staged_bytes() {
+  constexpr int64_t kEnough = 104 * 1024;  // two blocks of a large GPU, and an L1 cache beside them
+  int device = 0;
+  int most = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return std::clamp<int64_t>(most - kBesideBytes, kStagedBytes, kEnough);
+}
+
+template <class T>
+BinsShape bins_shape(const RoIAlignPyramid& pyramid, bool vectors) {
+  const RoIAlignParams& p = pyramid.level[0];
+  BinsShape shape;
+  shape.capacity = capacity_of<acc_t<T>>(pyramid);
+  shape.inverse_width = static_cast<unsigned>(div_up<int64_t>(65536, p.pooled_width));
+  shape.vectors = vectors;
+  shape.slice_bits = 5;  // a warp on one bin
+  while (shape.slice_bits > 0 && int64_t{1} << shape.slice_bits >= 2 * slices_of<T>(p, 0)) {
+    --shape.slice_bits;
+  }
+  return shape;
+}
+
+template <class T>
+void launch_in_place(const RoIAlignPyramid& pyramid, T* output, bool vectors, cudaStream_t stream) {
+  // Twice what a large GPU holds, so that blocks of very different work end together.
+  constexpr int64_t kBlocksWanted = 2048;
+  const RoIAlignParams& p = pyramid.level[0];
+  BinsShape shape = bins_shape<T>(pyramid, vectors);
+  while (slices_of<T>(p, shape.slice_bits) > kMaxGridAxis) ++shape.slice_bits;
+  const int64_t slices = slices_of<T>(p, shape.slice_bits);
+  const int64_t items = p.pooled_height * p.pooled_width << shape.slice_bits;
+  const int64_t split =
+      std::clamp<int64_t>(kBlocksWanted / (p.rois * slices), 1, div_up<int64_t>(items, kBlockSize));
+  const dim3 grid(
+      static_cast<unsigned>(p.rois), static_cast<unsigned>(slices), static_cast<unsigned>(split));
+  const int64_t bytes = shape.capacity.template bytes<acc_t<T>>(p);
+  roi_align_bins_kernel<T, false, kBlockSize>
+      <<<grid, kBlockSize, bytes, stream>>>(pyramid, output, shape);
+}
+
+template <class T, int kThreads>
+void launch_staged_as(const RoIAlignPyramid& pyramid,
+                      T* output,
+                      const BinsShape& shape,
+                      int64_t bytes,
+                      cudaStream_t stream) {
+  const RoIAlignParams& p = pyramid.level[0];
+  if (bytes > kStagedBytes) {
+    // The same for every call: another thread may launch the kernel at this moment.
+    cudaFuncSetAttribute(roi_align_bins_kernel<T, true, kThreads>,
+                         cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         static_cast<int>(most_staged_bytes() + 2 * kBandBytes));
+  }
+  const dim3 grid(static_cast<unsigned>(p.rois),
+                  static_cast<unsigned>(slices_of<T>(p, shape.slice_bits)));
+  roi_align_bins_kernel<T, true, kThreads>
+      <<<grid, kThreads, shape.capacity.template bytes<acc_t<T>>(p) + bytes, stream>>>(
+          pyramid, output, shape);
+}
+
+template <class T>
+void launch_staged(const RoIAlignPyramid& pyramid, T* output, bool vectors, cudaStream_t stream) {
+  constexpr int64_t kBlocksWanted = 256;
+  constexpr int kFewBits = 2;  // runs of 64 bytes
+  const RoIAlignParams& p = pyramid.level[0];
+  const int64_t slab = 16 * staged_vectors(static_cast<int>(p.pooled_height * p.pooled_width));
+  BinsShape shape = bins_shape<T>(pyramid, vectors);
+  const auto narrow = [&] { return p.rois * slices_of<T>(p, shape.slice_bits) < kBlocksWanted; };
+  while (shape.slice_bits > kFewBits && narrow()) --shape.slice_bits;
+  const bool asks = slab << shape.slice_bits > kStagedBytes;
+  const int64_t room = asks ? most_staged_bytes() : kStagedBytes;
+  while (shape.slice_bits > 0 && slab << shape.slice_bits > room) --shape.slice_bits;
+  if (slices_of<T>(p, shape.slice_bits) > kMaxGridAxis) {
+    return launch_bands(pyramid, output, false, stream);
+  }
+  const int64_t bytes = slab << shape.slice_bits;
+  if (bytes > kStagedBytes) {
+    launch_staged_as<T, 512>(pyramid, output, shape, bytes, stream);
+  } else {
+    launch_staged_as<T, sizeof(T) == 2 ? 384 : 256>(pyramid, output, shape, bytes, stream);
+  }
+}
+
+// The layout of the output decides.
+template <class T>
+void launch_bins(const RoIAlignPyramid& pyramid,
+                 T* output,
+                 bool channels_last,
+                 cudaStream_t stream) {
+  const RoIAlignParams& p = pyramid.level[0];
+  // Of what leaves as one run: a pixel's channels, or a RoI's result.
+  const int64_t run = channels_last ? p.channels : p.channels * p.pooled_height * p.pooled_width;
+  const bool vectors = run % kVectorOf<T> == 0 && starts_on(output, 16);
+  if (channels_last) {
+    launch_in_place(pyramid, output, vectors, stream);
+  } else {
+    launch_staged(pyramid, output, vectors, stream);
   }
 }
 
@@ -212,13 +250,13 @@ struct ScratchPlan {
                kAlign;
     }
     possible = possible && strips < kLimit32 &&
-               div_up<int64_t>(pyramid.level[0].channels, kStrip<T>) <= 65535;
+               div_up<int64_t>(pyramid.level[0].channels, kStrip<T>) <= kMaxGridAxis;
   }
 };
 
 template <class T>
 void launch_copy(const ScratchPlan<T>& plan, cudaStream_t stream) {
-  constexpr int64_t kBlockChannels = kCopyThreads / (kStrip<T> / kPixelsOf<T>)*kVectorOf<T>;
+  constexpr int64_t kBlockChannels = kCopyThreads / (kStrip<T> / kPixels) * kVectorOf<T>;
   const int64_t channels = plan.scratch.from.level[0].channels;
   roi_align_mark_kernel<T>
       <<<static_cast<unsigned>(plan.mark_blocks), kMarkThreads, 0, stream>>>(plan.scratch);
@@ -254,26 +292,14 @@ void launch_average(const RoIAlignPyramid& pyramid,
                     bool channels_last,
                     void* workspace,
                     cudaStream_t stream) {
-  const RoIAlignParams& p = pyramid.level[0];
-  // Of what leaves as one run: a pixel's channels, or a RoI's result.
-  const int64_t run = channels_last ? p.channels : p.channels * p.pooled_height * p.pooled_width;
-  const bool vectors = run % kVectorOf<T> == 0 && starts_on(output, 16);
   switch (path_of<T>(pyramid)) {
     case Path::kVectors:
-      if (channels_last) {
-        launch_bins(pyramid, output, stream);
-      } else {
-        launch_rows(pyramid, output, true, rows_shape<T>(pyramid, true, vectors), stream);
-      }
+      launch_bins(pyramid, output, channels_last, stream);
       break;
     case Path::kScratch: {
       const ScratchPlan<T> plan(pyramid, workspace);
       launch_copy(plan, stream);
-      launch_rows(plan.scratch.to,
-                  output,
-                  !channels_last,
-                  rows_shape<T>(pyramid, !channels_last, vectors),
-                  stream);
+      launch_bins(plan.scratch.to, output, channels_last, stream);
       break;
     }
     case Path::kBands:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What RoIs touch of maps of any layout, copied to channels-last scratch for
-// roi_align_rows_kernel. Parts no RoI touches are neither read nor written: a thousand proposals of
+// roi_align_bins_kernel. Parts no RoI touches are neither read nor written: a thousand proposals of
 // a detector touch about half of the map and read each pixel of it several times.
 #pragma once
 
@@ -8,11 +8,10 @@
 
 namespace opzoo {
 
-// The unit of copying: the pixels of one map row that fill 64 bytes, whole sectors of each channel.
+// The unit of copying: the pixels of one map row that fill 32 bytes, a sector of each channel.
 template <class T>
-constexpr int kStrip = 64 / sizeof(T);
-template <class T>
-constexpr int kPixelsOf = 16 / (sizeof(T) < 4 ? 4 : sizeof(T));  // of a strip, per thread
+constexpr int kStrip = 32 / sizeof(T);
+constexpr int kPixels = 2;  // of a strip, per thread
 
 constexpr int kMarkRows = 8;        // map rows of a block of the marking kernel
 constexpr int kMarkWords = 128;     // strips of a map row, in words of 32
@@ -23,7 +22,7 @@ struct ScratchLevel {
   int64_t first_strip;  // strips are numbered over all levels, images and rows
   int64_t first_block;  // of the marking kernel
   int strips;           // of a map row
-  bool vectors;         // the map takes loads of kPixelsOf pixels
+  bool vectors;         // the map takes loads of kPixels pixels
 };
 
 struct Scratch {
@@ -88,14 +87,13 @@ __global__ void __launch_bounds__(kMarkThreads)
   }
 }
 
-// A block owns one strip (x) and a share of its channels (y), a thread kPixelsOf pixels of one
+// A block owns one strip (x) and a share of its channels (y), a thread kPixels pixels of one
 // vector of channels: neighbours on neighbouring pixels up to the strip, then on the next vector,
-// so that loads and stores are runs of 64 bytes or more. The turn happens in registers.
+// so that loads are runs of 32 bytes and stores of more. The turn happens in registers.
 template <class T>
 __global__ void __launch_bounds__(kCopyThreads)
     roi_align_copy_kernel(const __grid_constant__ Scratch s) {
   constexpr int kVector = kVectorOf<T>;
-  constexpr int kPixels = kPixelsOf<T>;
   constexpr int kLanes = kStrip<T> / kPixels;
   const int64_t number = blockIdx.x;
   if (!s.marks[number]) return;
