@@ -186,6 +186,7 @@ def record(case: Case, tensors: Sequence[Tensor]) -> list[tuple[Any, tuple[Any, 
     leaves = as_leaves(case, tensors)
     wanted = [leaves[position] for position in case.differentiable]
     with Record() as mode:
+        forward_backward(case, case.call, tensors)  # without create_graph: some operators then take another way
         outs = [out for out in outputs(case.call(*leaves)) if out.requires_grad]
         if wanted:
             incoming = [weights_like(out).requires_grad_(case.double_backward) for out in outs]

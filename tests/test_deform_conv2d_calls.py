@@ -263,7 +263,7 @@ def test_second_derivative_by_functional_transforms_raises(device):
     layer = LAYERS["3x3"]
     input, *others = layer.tensors(device)
     first = torch.func.grad(lambda x: loss_of(opzoo.deform_conv2d, layer)(x, *others))
-    with pytest.raises(RuntimeError, match="backward of opzoo.deform_conv2d cannot be differentiated here"):
+    with pytest.raises(RuntimeError, match=r"backward of opzoo\.deform_conv2d cannot be differentiated here"):
         torch.func.grad(lambda x: first(x).sum())(input)
 
 

@@ -100,6 +100,7 @@ def differentiable(
         def forward(ctx: Any, *values: Any) -> Any:
             args = gathered(values)
             output = below_autograd(*args)
+            ctx.eager = True  # create_graph=True reaches a derivative with gradients enabled; torch.func always does
             save(ctx, args, output)
             return output
 

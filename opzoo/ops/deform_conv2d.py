@@ -402,7 +402,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     need_input, need_offset, need_weight, need_bias, need_mask = ctx.needs_input_grad[:5]
     grads: tuple[Tensor | None, ...] = (None,) * 4
     needs = need_input, need_offset, need_weight, need_mask
-    if any(needs) and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+    if any(needs) and torch.is_grad_enabled() and getattr(ctx, "eager", False):
         grads = _differentiable_backward(ctx, grad)
     elif any(needs):
         if need_input and grad.is_cuda:

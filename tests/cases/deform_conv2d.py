@@ -22,6 +22,7 @@ CASES = [
         call=lambda input, offset, weight: opzoo.deform_conv2d(input, offset, weight, padding=1),
         raw=lambda input, offset, weight: (input, offset, weight, None, None, 1, 1, 1, 1, 1, 1),
         differentiable=(0, 1, 2),
+        double_backward=True,
         deterministic_backward=False,
         dynamic={0: 0, 1: 0},
         autocast_output="autocast",
@@ -42,6 +43,7 @@ CASES = [
         ),
         raw=lambda input, offset, weight, bias, mask: (input, offset, weight, bias, mask, 2, 3, 1, 2, 1, 2),
         differentiable=(0, 1, 2, 3, 4),
+        double_backward=True,
         deterministic_backward=False,
         dynamic={0: 0, 1: 0, 4: 0},
         autocast_output="autocast",
@@ -52,4 +54,6 @@ CASES = [
 MODULES = [
     lambda: opzoo.DeformConv2d(3, 4, 3, padding=1),
     lambda: opzoo.DeformConv2d(4, 6, (3, 2), stride=2, dilation=(1, 2), groups=2, bias=False),
+    lambda: opzoo.DeformConv2dPack(4, 6, 3, offset_groups=2),
+    lambda: opzoo.ModulatedDeformConv2dPack(4, 4, (1, 3), groups=2, bias=False),
 ]

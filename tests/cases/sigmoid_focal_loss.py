@@ -31,6 +31,7 @@ CASES = [
         call=lambda inputs, targets: opzoo.sigmoid_focal_loss(inputs, targets, -1, 2.0),
         raw=lambda inputs, targets: (inputs, targets, -1.0, 2.0),
         differentiable=(0,),
+        double_backward=True,
         dynamic={0: 0, 1: 0},
         vmap_dims=(0, None),
     ),

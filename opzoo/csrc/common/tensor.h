@@ -126,14 +126,6 @@ inline Tensor zeros(const Sizes& sizes, ScalarType dtype, const Tensor& like) {
   return result;
 }
 
-// The first elements of a tensor with one axis: a view where what it keeps alive is small, else in
-// memory of their own. A copy costs two launches' time after a wait for the device.
-inline Tensor first_elements(const Tensor& t, int64_t count) {
-  constexpr int64_t kSmall = 8192;
-  const Tensor first = torch::stable::narrow(const_cast<Tensor&>(t), 0, 0, count);
-  return t.numel() <= kSmall + 1 ? first : torch::stable::clone(first);
-}
-
 inline Tensor to_dtype(const Tensor& t, ScalarType dtype) {
   return t.scalar_type() == dtype ? t : torch::stable::to(t, dtype);
 }
@@ -173,6 +165,19 @@ inline void check_cuda(cudaError_t error, const char* op) {
                " and none for this GPU; rebuild with TORCH_CUDA_ARCH_LIST set to its architecture";
   }
   throw std::runtime_error(message);
+}
+
+// The first elements of a tensor with one axis, in memory of their own: a short result keeps no
+// long buffer alive. A plain copy; torch's would pass the dispatcher twice.
+inline Tensor first_elements(const char* op, const Tensor& t, int64_t count, cudaStream_t stream) {
+  Tensor first = empty({count}, t.scalar_type(), t);
+  check_cuda(cudaMemcpyAsync(first.mutable_data_ptr(),
+                             t.const_data_ptr(),
+                             static_cast<size_t>(count * t.element_size()),
+                             cudaMemcpyDeviceToDevice,
+                             stream),
+             op);
+  return first;
 }
 
 // A word of pinned memory per host thread, which kernels write and the host reads.

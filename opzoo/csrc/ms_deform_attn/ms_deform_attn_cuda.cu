@@ -16,8 +16,8 @@ AttnBlock make_block(const MsDeformAttnParams& p,
   const int64_t lanes = p.D / vector;
   const bool on_boundary = reinterpret_cast<uintptr_t>(p.value) % alignment == 0 &&
                            reinterpret_cast<uintptr_t>(grad) % alignment == 0;
-  if (p.D % vector != 0 || lanes > kAttnBlock || !on_boundary || p.L > kAttnMaxLevels ||
-      p.samples() > (1 << 20)) {
+  if (lanes == 0 || p.D % vector != 0 || lanes > kAttnBlock || !on_boundary ||
+      p.L > kAttnMaxLevels || p.samples() > (1 << 20)) {
     return block;
   }
   block.lanes = static_cast<int>(lanes);

@@ -278,7 +278,7 @@ Tensor run_cuda(const NmsPlan& plan) {
 
   // The size of the result is data: the host has to wait for it. The only wait.
   check_cuda(cudaStreamSynchronize(stream), plan.op);
-  return first_elements(indices, *kept);
+  return first_elements(plan.op, indices, *kept, stream);
 }
 
 Tensor nms_cuda(const Tensor& boxes,

@@ -22,7 +22,9 @@ bool is_dense(const SigmoidFocalLossParams& p) {
   if (!walks_as_out(kFocalInputs) || (p.grad && !walks_as_out(kFocalGrad))) return false;
   if (p.classes == 0) return walks_as_out(kFocalTargets);
   // Ids without gaps: the classes are the innermost axis, then one id per row.
-  if (p.loop.axes == 1) return p.loop.stride[kFocalTargets][0] == (p.classes == 1 ? 1 : 0);
+  if (p.loop.axes == 1) {
+    return p.classes == 1 ? p.loop.stride[kFocalTargets][0] == 1 : p.loop.numel == p.classes;
+  }
   return p.loop.axes == 2 && p.loop.size[0] == p.classes && p.loop.stride[kFocalTargets][0] == 0 &&
          p.loop.stride[kFocalTargets][1] == 1;
 }

@@ -177,7 +177,8 @@ Result run_cuda(const SoftNmsPlan& plan) {
       cudaMemcpyAsync(kept, data<int64_t>(count), sizeof(*kept), cudaMemcpyDeviceToHost, stream),
       plan.op);
   check_cuda(cudaStreamSynchronize(stream), plan.op);
-  return {to_dtype(first_elements(scores, *kept), plan.result), first_elements(indices, *kept)};
+  return {to_dtype(first_elements(plan.op, scores, *kept, stream), plan.result),
+          first_elements(plan.op, indices, *kept, stream)};
 }
 
 Result soft_nms_cuda(const Tensor& boxes,
