@@ -15,5 +15,5 @@ __global__ void add_kernel(const float* a, const float* b, float* out, int64_t n
 
 int main() {
   learn::AddProblem p((1 << 20) + 3);
-  p.measure("1 thread", [&] { add_kernel<<<1, 1>>>(p.a(), p.b(), p.out(), p.n); });
+  p.measure("block 1", [&] { add_kernel<<<1, 1>>>(p.a(), p.b(), p.out(), p.n); });
 }

@@ -16,7 +16,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SKIPPED = 77  # exit status of a program that this machine cannot run
 LINE = re.compile(
-    r"(?P<variant>\w+ \d+) +(?P<ms>[\d.]+) ms +(?P<rate>[\d.]+) (?P<unit>\S+)(?: +(?P<share>[\d.]+) % of (?P<limit>\d+))?"
+    r"(?P<variant>\w+ \d+) +(?P<ms>[\d.]+) ms +(?P<rate>[\d.]+) (?P<unit>\S+)"
+    r"(?: +(?P<share>[\d.]+) % of (?P<limit>\d+))?"
 )
 COLUMNS = ("program", "problem", "variant", "ms", "rate", "unit", "share_percent", "limit", "gpu", "cuda", "commit")
 
@@ -68,9 +69,9 @@ def table(figures: list[Figure], commit: str) -> str:
     lines = [
         "# Measured",
         "",
-        f"{'; '.join(gpus)}, commit {commit}. Medians, nothing in the L2 cache before a call, every result checked in the",
-        "same run. The limit is the GPU's data sheet at its highest clock: bytes per second of its memory for add,",
-        "multiply-adds of the ordinary cores for fp32 and of the tensor cores for bf16.",
+        f"{'; '.join(gpus)}, commit {commit}. Medians, nothing in the L2 cache before a call, every result",
+        "checked in the same run. The limit is what the GPU could do at its highest clock: bytes per second of its",
+        "memory for add, multiply-adds of the ordinary cores for fp32 and of the tensor cores for bf16.",
         "",
         "| program | problem | best | time, ms | rate | of the limit |",
         "| --- | --- | --- | --- | --- | --- |",
