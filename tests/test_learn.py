@@ -18,16 +18,17 @@ from test_repo import CSRC, ROOT, _nvcc
 LEARN = ROOT / "docs" / "learn"
 CODE = LEARN / "code"
 PROGRAMS = sorted(path.stem for path in CODE.glob("*.cu"))
+PUZZLES = sorted(path.stem for path in (CODE / "puzzles").glob("*.cu"))
 SKIPPED = 77
 
 needs_nvcc = pytest.mark.skipif(_nvcc() is None, reason="needs nvcc, the CUDA compiler")
 
 
-def _compile(program: str, out: Path, *flags: str) -> str:
+def _compile(source: Path, out: Path, *flags: str) -> str:
     nvcc = _nvcc()
     assert nvcc is not None
-    command = [nvcc, "-std=c++17", "-arch=sm_90a", "-Werror", "all-warnings", f"-I{CSRC}", *flags]
-    run = subprocess.run([*command, "-o", str(out), str(CODE / f"{program}.cu")], capture_output=True, text=True)
+    command = [nvcc, "-std=c++17", "-arch=sm_90a", "-Werror", "all-warnings", f"-I{CSRC}", f"-I{CODE}", *flags]
+    run = subprocess.run([*command, "-o", str(out), str(source)], capture_output=True, text=True)
     return "" if run.returncode == 0 else run.stderr[-4000:]
 
 
@@ -37,7 +38,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("learn")
     flags = ["-O3"] if torch.cuda.is_available() else ["-O1", "-Xptxas=-O1"]
     with ThreadPoolExecutor(2) as pool:
-        errors = list(pool.map(lambda program: _compile(program, folder / program, *flags), PROGRAMS))
+        errors = list(pool.map(lambda name: _compile(CODE / f"{name}.cu", folder / name, *flags), PROGRAMS))
     assert not any(errors), "\n".join(errors)
     return folder
 
@@ -60,6 +61,20 @@ def test_program(program: str, built: Path) -> None:
         assert not torch.cuda.is_available() or "compute capability" in run.stdout
     else:
         assert run.returncode == 0 and measure().parse(program, run.stdout), run.stdout + run.stderr
+
+
+@needs_nvcc
+@pytest.mark.parametrize("puzzle", PUZZLES)
+def test_puzzle(puzzle: str, tmp_path: Path) -> None:
+    """A puzzle compiles without a warning and, where a GPU is, gives the wrong result it promises."""
+    program = tmp_path / puzzle
+    source = CODE / "puzzles" / f"{puzzle}.cu"
+    if not torch.cuda.is_available():
+        assert not _compile(source, program, "-c")
+        return
+    assert not _compile(source, program)
+    run = subprocess.run([str(program)], capture_output=True, text=True)
+    assert run.returncode == 1, run.stdout + run.stderr
 
 
 @needs_nvcc
@@ -105,7 +120,7 @@ def test_figures_are_parsed_and_written(tmp_path: Path) -> None:
     ]
     measure().write(figures, "abc", tmp_path)
     page = (tmp_path / "figures.md").read_text(encoding="utf-8")
-    assert "| `add_3_grid` | 16 elements of fp32 | block 128 | 0.25 | 20 GB/s | - |" in page and "abc" in page
+    assert "| `add_3_grid` | block 128 | 0.25 | 20 GB/s | - |" in page and "abc" in page
     assert len((tmp_path / "figures.csv").read_text(encoding="utf-8").splitlines()) == 3
     with pytest.raises(ValueError, match="not a line of results"):
         measure().parse("add_3_grid", output + "FAILED\n")

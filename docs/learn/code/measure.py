@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
+OPERATORS = ("add", "matmul")
 SKIPPED = 77  # exit status of a program that this machine cannot run
 LINE = re.compile(
     r"(?P<variant>\w+ \d+) +(?P<ms>[\d.]+) ms +(?P<rate>[\d.]+) (?P<unit>\S+)"
@@ -37,7 +38,7 @@ class Figure:
 
 
 def programs() -> list[str]:
-    return sorted(path.stem for name in ("add", "matmul") for path in HERE.glob(f"{name}_*.cu"))
+    return sorted(path.stem for name in OPERATORS for path in HERE.glob(f"{name}_*.cu"))
 
 
 def parse(program: str, output: str) -> list[Figure]:
@@ -64,7 +65,7 @@ def run(program: str) -> list[Figure]:
 
 
 def table(figures: list[Figure], commit: str) -> str:
-    """Markdown: of each program the best variant, then all of them."""
+    """Markdown: of each operator's programs the best variant, then all of them."""
     gpus = sorted({f"{figure.gpu}, CUDA {figure.cuda}" for figure in figures})
     lines = [
         "# Measured",
@@ -73,23 +74,25 @@ def table(figures: list[Figure], commit: str) -> str:
         "checked in the same run. The limit is what the GPU could do at its highest clock: bytes per second of its",
         "memory for add, multiply-adds of the ordinary cores for fp32 and of the tensor cores for bf16.",
         "",
-        "| program | problem | best | time, ms | rate | of the limit |",
-        "| --- | --- | --- | --- | --- | --- |",
     ]
     by_program = {f.program: [g for g in figures if g.program == f.program] for f in figures}
+    for operator in OPERATORS:  # the lessons include what lies between the comments
+        lines += [f"<!-- {operator} -->", "", "| program | best | ms | rate | % |", "| --- | --- | --- | --- | --- |"]
+        for program, own in by_program.items():
+            if program.startswith(operator):
+                lines.append(f"| `{program}` | {row(min(own, key=lambda figure: float(figure.ms)))}")
+        lines += ["", f"<!-- end of {operator} -->", ""]
+    lines += ["## Every variant", ""]
     for program, own in by_program.items():
-        best = min(own, key=lambda figure: float(figure.ms))
-        lines.append(f"| `{program}` | {best.problem} | {row(best)}")
-    lines += ["", "## Every variant", ""]
-    for program, own in by_program.items():
-        lines += [f"### {program}", "", "| variant | time, ms | rate | of the limit |", "| --- | --- | --- | --- |"]
+        lines += [f"### {program}", "", f"{own[0].problem}.", ""]
+        lines += ["| variant | ms | rate | % of the limit |", "| --- | --- | --- | --- |"]
         lines += [f"| {row(figure)}" for figure in own]
         lines.append("")
     return "\n".join(lines)
 
 
 def row(figure: Figure) -> str:
-    share = f"{float(figure.share_percent):.1f} %" if figure.share_percent else "-"
+    share = f"{float(figure.share_percent):.3g}" if figure.share_percent else "-"
     return f"{figure.variant} | {float(figure.ms):.4g} | {float(figure.rate):.4g} {figure.unit} | {share} |"
 
 
