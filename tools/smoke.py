@@ -44,6 +44,8 @@ def _ramp(*shape: int) -> Tensor:
     return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
 
 
+_INF = float("inf")
+
 CHECKS: dict[str, Calls] = {
     # 1 + 2 * 3
     "add": Calls(
@@ -141,6 +143,44 @@ CHECKS: dict[str, Calls] = {
             torch.full((1, 1, 1, 1), 6.0),
             torch.tensor([[2.0, 4, 0], [8, 10, 0]]).view(1, 1, 2, 3),
         ),
+    ),
+    # Infinite logits, right and wrong: the limits.
+    "sigmoid_focal_loss": Calls(
+        lambda x, t: opzoo.sigmoid_focal_loss(x, t, -1),
+        (torch.tensor([_INF, -_INF, _INF, -_INF]), torch.tensor([1.0, 0, 0, 1])),
+        (0,),
+        torch.tensor([0.0, 0, _INF, _INF]),
+        (torch.tensor([0.0, 0, 1, -1]),),
+    ),
+    # The middle of four pixels, twice: their mean times two, and its slopes times the two pixels of the map.
+    "ms_deform_attn": Calls(
+        lambda value, place, weight: opzoo.ms_deform_attn(
+            value, torch.tensor([[2, 2]]).to(value.device), torch.tensor([0]).to(value.device), place, weight
+        ),
+        (_ramp(1, 4, 1, 1), torch.full((1, 1, 1, 1, 1, 2), 0.5), torch.full((1, 1, 1, 1, 1), 2.0)),
+        (0, 1, 2),
+        torch.full((1, 1, 1), 3.0),
+        (
+            torch.full((1, 4, 1, 1), 0.5),
+            torch.tensor([4.0, 8]).view(1, 1, 1, 1, 1, 2),
+            torch.full((1, 1, 1, 1, 1), 1.5),
+        ),
+    ),
+    # Kernels of one number, 0.5: every pixel four times, halved.
+    "carafe": Calls(
+        lambda x, masks: opzoo.carafe(x, masks, 1, 1, 2),
+        (_ramp(1, 1, 1, 2), torch.full((1, 1, 2, 4), 0.5)),
+        (0, 1),
+        torch.tensor([[0.0, 0, 0.5, 0.5]]).repeat(2, 1).view(1, 1, 2, 4),
+        (torch.full((1, 1, 1, 2), 2.0), torch.tensor([[0.0, 0, 1, 1]]).repeat(2, 1).view(1, 1, 2, 4)),
+    ),
+    # The last pixel of each of four bins.
+    "roi_pool": Calls(
+        lambda x, boxes: opzoo.roi_pool(x, boxes, 2),
+        (_ramp(1, 1, 4, 4), torch.tensor([[0.0, 0, 0, 3, 3]])),
+        (0,),
+        torch.tensor([[5.0, 7], [13, 15]]).view(1, 1, 2, 2),
+        (torch.tensor([[0.0, 0, 0, 0], [0, 1, 0, 1]]).repeat(2, 1).view(1, 1, 4, 4),),
     ),
 }
 

@@ -48,6 +48,7 @@ class Case:
         differentiable: positions in ``tensors`` that get gradients.
         gate_rows: about how many rows of the output the gate compares.
         gate: replaces the comparison of :mod:`opzoo.bench.gate`; returns the error, 0 being right.
+        waits: the call waits for the device, because the size of its result is data; timed by the wall clock.
         peer_tensors: the tensors as the peer accepts them; a bfloat16 case may give it float16.
     """
 
@@ -63,6 +64,7 @@ class Case:
     differentiable: tuple[int, ...] = ()
     gate_rows: int = 64
     gate: Callable[[Case, Tensors], float] | None = None
+    waits: bool = False
     peer_tensors: Callable[..., Tensors] = lambda *tensors: tensors
 
     @property

@@ -117,7 +117,7 @@ def _run(case: Case, options: Options, result: Result) -> None:
     if options.overhead:
         _time_overhead(case, sides, HostClock(device), options.budget, result)
     else:
-        _time_passes(case, sides, clock_for(device), device, options.budget, result)
+        _time_passes(case, sides, clock_for(device, case.waits), device, options.budget, result)
 
 
 def _peer_side(case: Case, tensors: Tensors) -> _Side | str:

@@ -54,9 +54,11 @@ class CpuClock:
 class CudaClock:
     """Device time between two events, the L2 filled with other data before.
 
-    The write of the flush also gives the host a head start: launches of a call that needs less host
-    time than the write takes leave no gaps. A call that waits for the device is timed to its return.
+    The flush and an idle spin after it give the host a head start: a call's launches are queued before the
+    first event passes, so that the host's time leaves no gaps. What the host needs is measured apart.
     """
+
+    HEAD_START = 1_000_000  # cycles, half a millisecond
 
     def __init__(self, device: torch.device) -> None:
         self._other = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
@@ -65,11 +67,30 @@ class CudaClock:
 
     def seconds(self, call: Call) -> float:
         self._other.zero_()
+        torch.cuda._sleep(self.HEAD_START)
         self._start.record()
         call()
         self._end.record()
         self._end.synchronize()
         return self._start.elapsed_time(self._end) / 1e3
+
+
+class WallClock:
+    """Wall time from the call to its return and the end of its work, the L2 filled with other data before.
+
+    For calls that wait for the device themselves, because the size of their result is data.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._other = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def seconds(self, call: Call) -> float:
+        self._other.zero_()
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        call()
+        torch.cuda.synchronize()
+        return (time.perf_counter_ns() - start) / 1e9
 
 
 class HostClock:
@@ -93,8 +114,11 @@ class HostClock:
         return elapsed / self.CALLS / 1e9
 
 
-def clock_for(device: torch.device) -> Clock:
-    return CudaClock(device) if device.type == "cuda" else CpuClock()
+def clock_for(device: torch.device, waits: bool = False) -> Clock:
+    """The clock of a call; ``waits``: it waits for the device itself."""
+    if device.type != "cuda":
+        return CpuClock()
+    return WallClock(device) if waits else CudaClock(device)
 
 
 @contextmanager

@@ -97,6 +97,7 @@ def _case(
 
     return _PoolerCase(
         op="multi_scale_roi_align",
+        waits=True,
         id=f"{LABELS[dtype]} {'NHWC' if channels_last else 'NCHW'} L{levels} {POOLED}x{POOLED} R{images}x{count}",
         dtype=dtype,
         tensors=tensors,

@@ -87,6 +87,7 @@ def _case(op: str, count: int) -> Case:
 
     return Case(
         op=op,
+        waits=True,
         id=f"N{count} {CLASSES}cls" if batched else f"N{count} iou.5",
         dtype=torch.float32,
         tensors=tensors,

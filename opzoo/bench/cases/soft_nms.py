@@ -87,6 +87,7 @@ def _case(op: str, count: int, method: str = "linear") -> Case:
 
     return Case(
         op=op,
+        waits=True,
         id=f"N{count} {method}" + (f" {CLASSES}cls" if batched else ""),
         dtype=torch.float32,
         tensors=tensors,

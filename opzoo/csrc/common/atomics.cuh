@@ -15,4 +15,33 @@ __device__ __forceinline__ void atomic_add(double* target, double value) {
   atomicAdd(target, value);
 }
 
+// target[i] += scale * value[i]: where the hardware has it four neighbours in one instruction.
+// Target is on a 16-byte boundary if kCount is 4 or more.
+template <int kCount>
+__device__ __forceinline__ void atomic_add_scaled(float* target,
+                                                  const float (&value)[kCount],
+                                                  float scale) {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (kCount % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      atomicAdd(
+          reinterpret_cast<float4*>(target + i),
+          make_float4(
+              scale * value[i], scale * value[i + 1], scale * value[i + 2], scale * value[i + 3]));
+    }
+    return;
+  }
+#endif
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) atomicAdd(target + i, scale * value[i]);
+}
+template <int kCount>
+__device__ __forceinline__ void atomic_add_scaled(double* target,
+                                                  const double (&value)[kCount],
+                                                  double scale) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) atomicAdd(target + i, scale * value[i]);
+}
+
 }  // namespace opzoo

@@ -126,6 +126,14 @@ inline Tensor zeros(const Sizes& sizes, ScalarType dtype, const Tensor& like) {
   return result;
 }
 
+// The first elements of a tensor with one axis: a view where what it keeps alive is small, else in
+// memory of their own. A copy costs two launches' time after a wait for the device.
+inline Tensor first_elements(const Tensor& t, int64_t count) {
+  constexpr int64_t kSmall = 8192;
+  const Tensor first = torch::stable::narrow(const_cast<Tensor&>(t), 0, 0, count);
+  return t.numel() <= kSmall + 1 ? first : torch::stable::clone(first);
+}
+
 inline Tensor to_dtype(const Tensor& t, ScalarType dtype) {
   return t.scalar_type() == dtype ? t : torch::stable::to(t, dtype);
 }
@@ -165,6 +173,13 @@ inline void check_cuda(cudaError_t error, const char* op) {
                " and none for this GPU; rebuild with TORCH_CUDA_ARCH_LIST set to its architecture";
   }
   throw std::runtime_error(message);
+}
+
+// A word of pinned memory per host thread, which kernels write and the host reads.
+inline int64_t* pinned_word(const char* op) {
+  thread_local int64_t* word = nullptr;
+  if (!word) check_cuda(cudaHostAlloc(&word, sizeof(*word), cudaHostAllocPortable), op);
+  return word;
 }
 
 // Whether the current GPU is a Hopper and this build has code for sm_90a: wgmma exists in no other

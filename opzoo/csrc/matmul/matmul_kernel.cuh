@@ -117,13 +117,18 @@ __device__ __forceinline__ void matmul_write(Out* target, const acc* sum, int64_
 // a range go to p.partial and are added by matmul_reduce_kernel. Tiles of all batch items are
 // numbered in one line; a grid-stride loop covers what the grid does not. Where `only_if` is given,
 // the kernel does nothing unless it points to a value other than 0.
+//
+// Small tiles add 16 terms at a time to their totals: the rounding of a sum grows with its length,
+// and short sums of short sums lose a third of what one long one does. Two blocks share a
+// multiprocessor, so that one multiplies while the other waits at its barrier.
 template <class T, int kQuads>
-__global__ void __launch_bounds__(kBlockSize)
+__global__ void __launch_bounds__(kBlockSize, 2)
     matmul_kernel(const __grid_constant__ MatmulTiled p, const int* only_if) {
   using acc = acc_t<T>;
   constexpr int kTile = kMatmulTile<kQuads>;
   constexpr int kDepth = kMatmulDepth<kQuads>;
   constexpr int kEdge = 4 * kQuads;
+  constexpr bool kFolds = kQuads == 1;  // the larger tile has no registers for a second set of sums
   __shared__ alignas(16) acc a_tile[2][kDepth][kMatmulPitch<kQuads>];
   __shared__ alignas(16) acc b_tile[2][kDepth][kMatmulPitch<kQuads>];
   if (only_if != nullptr && *only_if == 0) return;
@@ -151,6 +156,7 @@ __global__ void __launch_bounds__(kBlockSize)
         p.N - tile.col,
         p.b_aligned);
     acc sum[kEdge][kEdge] = {};
+    [[maybe_unused]] acc total[kEdge][kEdge] = {};
     a.read(static_cast<int>(min(terms, int64_t{kDepth})));
     b.read(static_cast<int>(min(terms, int64_t{kDepth})));
     a.write(a_tile[0]);
@@ -180,6 +186,16 @@ __global__ void __launch_bounds__(kBlockSize)
 #pragma unroll
           for (int j = 0; j < kEdge; ++j) {
             sum[i][j] += left[i / 4].value[i % 4] * right[j / 4].value[j % 4];
+          }
+        }
+      }
+      if constexpr (kFolds) {
+#pragma unroll
+        for (int i = 0; i < kEdge; ++i) {
+#pragma unroll
+          for (int j = 0; j < kEdge; ++j) {
+            total[i][j] += sum[i][j];
+            sum[i][j] = more ? acc(0) : total[i][j];
           }
         }
       }

@@ -266,13 +266,6 @@ void run(const NmsPlan& plan, const NmsOutput& out, cudaStream_t stream, const A
 
 constexpr auto kNothing = [](const auto&...) {};
 
-// A word of pinned memory per host thread, which kernels write and the host reads.
-int64_t* host_word(const char* op) {
-  thread_local int64_t* word = nullptr;
-  if (!word) check_cuda(cudaHostAlloc(&word, sizeof(*word), cudaHostAllocPortable), op);
-  return word;
-}
-
 Tensor run_cuda(const NmsPlan& plan) {
   const int64_t limit = std::min(plan.max_output, plan.n);
   if (limit == 0) return empty({0}, ScalarType::Long, plan.boxes);
@@ -280,19 +273,12 @@ Tensor run_cuda(const NmsPlan& plan) {
   const cudaStream_t stream = current_stream(plan.boxes);
   const Tensor indices = empty({limit + 1}, ScalarType::Long, plan.boxes);
   auto* out = mutable_data<int64_t>(indices);
-  int64_t* kept = host_word(plan.op);
+  int64_t* kept = pinned_word(plan.op);
   run(plan, {out, out + limit, kept, limit, limit, false}, stream, kNothing);
 
   // The size of the result is data: the host has to wait for it. The only wait.
   check_cuda(cudaStreamSynchronize(stream), plan.op);
-  Tensor result = empty({*kept}, ScalarType::Long, plan.boxes);
-  check_cuda(cudaMemcpyAsync(mutable_data<int64_t>(result),
-                             out,
-                             static_cast<size_t>(*kept) * sizeof(int64_t),
-                             cudaMemcpyDeviceToDevice,
-                             stream),
-             plan.op);
-  return result;
+  return first_elements(indices, *kept);
 }
 
 Tensor nms_cuda(const Tensor& boxes,

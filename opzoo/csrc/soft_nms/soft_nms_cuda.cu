@@ -151,13 +151,6 @@ Sorted run_classes(const SoftNmsPlan& plan, const Tensor& count, cudaStream_t st
   return sort_stable(final_scores, true);
 }
 
-// The first elements of t, in memory of their own.
-Tensor head(Tensor t, int64_t kept, ScalarType dtype) {
-  const Tensor first = torch::stable::narrow(t, 0, 0, kept);
-  if (dtype != t.scalar_type()) return torch::stable::to(first, dtype);
-  return torch::stable::clone(first);
-}
-
 Result run_cuda(const SoftNmsPlan& plan) {
   if (plan.n == 0) {
     return {empty({0}, plan.result, plan.boxes), empty({0}, ScalarType::Long, plan.boxes)};
@@ -179,12 +172,12 @@ Result run_cuda(const SoftNmsPlan& plan) {
     }
   });
   // The size of the result is data: the host has to wait for it. The only wait, and 8 bytes.
-  int64_t kept = 0;
+  int64_t* kept = pinned_word(plan.op);
   check_cuda(
-      cudaMemcpyAsync(&kept, data<int64_t>(count), sizeof(kept), cudaMemcpyDeviceToHost, stream),
+      cudaMemcpyAsync(kept, data<int64_t>(count), sizeof(*kept), cudaMemcpyDeviceToHost, stream),
       plan.op);
   check_cuda(cudaStreamSynchronize(stream), plan.op);
-  return {head(scores, kept, plan.result), head(indices, kept, ScalarType::Long)};
+  return {to_dtype(first_elements(scores, *kept), plan.result), first_elements(indices, *kept)};
 }
 
 Result soft_nms_cuda(const Tensor& boxes,
