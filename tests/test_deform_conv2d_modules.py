@@ -112,3 +112,47 @@ def test_first_derivatives_do_not_depend_on_create_graph(device):
     for position, (left, right) in enumerate(zip(once, twice, strict=True)):
         assert not left.requires_grad and right.requires_grad == (position != 3)  # that of the bias is a plain sum
         torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_offsets_made_from_the_input_count_once(pack, device):
+    """Their gradient to the input is autograd's to add, also where the reference makes the gradients."""
+    torch.manual_seed(0)
+    before = nn.Conv2d(4, 4, 3, padding=1).to(device, torch.float64)
+    module = pack(4, 6, 3, padding=1).to(device, torch.float64)
+    nn.init.normal_(module.conv_offset.weight, std=0.2)
+    x = torch.randn(2, 4, 9, 8, device=device, dtype=torch.float64, requires_grad=True)
+    wanted = [x, *before.parameters(), *module.parameters()]
+    once = torch.autograd.grad(module(before(x)).square().sum(), wanted)
+    twice = torch.autograd.grad(module(before(x)).square().sum(), wanted, create_graph=True)
+    for left, right in zip(once, twice, strict=True):
+        assert right.requires_grad
+        torch.testing.assert_close(left, right)
+
+
+def test_one_tensor_as_two_operands(device):
+    both = torch.randn(3, 3, 3, 3, device=device, dtype=torch.float64, requires_grad=True)
+    offset = 0.3 + 0.4 * torch.rand(3, 18, 3, 3, device=device, dtype=torch.float64)
+    out = opzoo.deform_conv2d(both, offset, both, padding=1).square().sum()
+    (once,) = torch.autograd.grad(out, both, retain_graph=True)
+    (twice,) = torch.autograd.grad(out, both, create_graph=True)
+    torch.testing.assert_close(once, twice)
+
+
+@pytest.mark.parametrize("part", [(slice(None), slice(None), slice(1, 5), slice(1, None, 2)), (slice(None, None, 2),)])
+def test_second_derivatives_of_strided_operands(part, device):
+    """No stride that the kernels take is refused by the reference."""
+    x, offset, weight, bias, mask = operands(device)
+    wide = torch.randn(2, 4, 6, 11, device=device, dtype=torch.float64)[part]
+    wide = wide.transpose(2, 3).detach().requires_grad_()
+    out = torch.autograd.grad(opzoo.deform_conv2d(wide, *like(wide, offset, weight)).square().sum(), wide)
+    again = torch.autograd.grad(
+        opzoo.deform_conv2d(wide, *like(wide, offset, weight)).square().sum(), wide, create_graph=True
+    )
+    torch.testing.assert_close(out[0], again[0])
+
+
+def like(x, offset, weight):
+    """Offsets all alike, and the weight, for a map of this size."""
+    N, _, H, W = x.shape
+    return offset.detach().mean().expand(N, offset.shape[1], H - 1, W - 1), weight.detach()

@@ -384,7 +384,9 @@ def _save(ctx: Any, args: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """The gradients by the reference, so that they can be differentiated again: for ``create_graph=True``."""
-    input, offset, weight, mask = ctx.saved_tensors
+    # Views of their own: offset may be computed from input, and only what reaches input here is its gradient.
+    views: Any = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
+    input, offset, weight, mask = views
     stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w = ctx.geometry
     needed = [t for t, need in zip((input, offset, weight, mask), _needs(ctx), strict=True) if need]
     out = _reference(input, offset, weight, None, (stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w), mask)

@@ -56,7 +56,7 @@ def deform_conv2d(
         for corner_x, weight_x in ((left, 1 - (x - left)), (left + 1, x - left)):
             missing = (corner_y < 0) | (corner_y >= H) | (corner_x < 0) | (corner_x >= W)
             at = corner_y.nan_to_num().clamp(0, H - 1).long() * W + corner_x.nan_to_num().clamp(0, W - 1).long()
-            flat = image.view(N, D, C // D, H * W)
+            flat = image.reshape(N, D, C // D, H * W)
             index = at.view(N, D, 1, -1).expand(-1, -1, C // D, -1)
             pixels = flat.gather(3, index).view(N, D, C // D, kh * kw, OH, OW)
             share = (weight_y * weight_x).masked_fill(missing, 0)

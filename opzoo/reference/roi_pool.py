@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def roi_pool(input: Tensor, boxes: Tensor, output_size: tuple[int, int], spatial_scale: float = 1.0) -> Tensor:
-    """The maximum of the whole pixels of each bin of each box.
+    """The maximum of the whole pixels of each bin of each box; of equal ones the first, which gets the gradient.
 
     Args:
         input: ``Tensor[N, C, H, W]``.
@@ -36,5 +36,5 @@ def roi_pool(input: Tensor, boxes: Tensor, output_size: tuple[int, int], spatial
         for i, (top, bottom) in enumerate(bins(y1, y2, height, input.shape[2])):
             for j, (left, right) in enumerate(bins(x1, x2, width, input.shape[3])):
                 if top < bottom and left < right:
-                    out[k, :, i, j] = torch.amax(input[int(image), :, top:bottom, left:right], (1, 2))
+                    out[k, :, i, j] = input[int(image), :, top:bottom, left:right].flatten(1).max(1).values
     return out
