@@ -7,6 +7,9 @@
 namespace opzoo {
 namespace {
 
+// Results of nms_padded are as long as max_output says. Beyond this it is taken for a mistake.
+constexpr int64_t kMaxPaddedOutput = INT32_MAX;
+
 void check_number_dtype(const char* op, const char* name, const Tensor& t) {
   const ScalarType dtype = t.scalar_type();
   OPZOO_CHECK(is_floating(dtype) || is_integer(dtype),
@@ -149,6 +152,12 @@ NmsPlan plan_nms_padded(const Tensor& boxes,
               op,
               "boxes must have shape [..., N, 4], got ",
               shape(boxes));
+  OPZOO_CHECK_VALUE(max_output <= kMaxPaddedOutput,
+                    op,
+                    "max_output must be at most ",
+                    kMaxPaddedOutput,
+                    ", got ",
+                    max_output);
   return plan(op, boxes, scores, idxs, iou_threshold, score_threshold, max_output);
 }
 
