@@ -108,7 +108,7 @@ def look(target: Target, args: Arguments, results: list[Tensor]) -> tuple[int, s
 def call_with_grad(target: Target, args: Arguments, draw: Draw) -> tuple[int, str]:
     """Forward and backward; both answers compared where the values are finite and moderate."""
     can = [n for n in target.differentiable if args.get(n) is not None and isinstance(args[n], (Tensor, list))]
-    if args.get("pool_mode") == "max":
+    if args.get("pool_mode") == "max" and "boxes" in can:
         can.remove("boxes")
     leaves = {
         n: tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), args[n]) for n in can

@@ -59,7 +59,9 @@ def draw_add_number(draw: Draw) -> Arguments:
 def expect_add(a: Any, b: Any, alpha: Any = 1) -> Expected:
     dtype = torch.result_type(a, b)
     if not dtype.is_floating_point:
-        return [torch.add(a, b, alpha=bool(alpha) if dtype == torch.bool else int(alpha))]
+        if dtype == torch.bool:
+            return [(torch.as_tensor(a).long() + int(alpha) * torch.as_tensor(b).long()).bool()]
+        return [torch.add(a, b, alpha=int(alpha))]
     acc = torch.promote_types(dtype, torch.float32)
 
     def operand(value: Any) -> Tensor:
@@ -165,7 +167,7 @@ def draw_focal(draw: Draw) -> Arguments:
 
 def expect_focal(inputs: Tensor, targets: Tensor, alpha: float, gamma: float, reduction: str = "none") -> Expected:
     # In float64: the loss is smooth, and its reference loses digits in float32 where the operator does not.
-    if targets.dim() == inputs.dim() and not targets.is_floating_point():
+    if targets.dim() == inputs.dim() or targets.is_floating_point():
         targets = targets.to(inputs.dtype)
     dtype, inputs = work(inputs).dtype, inputs.detach().cpu().double()
     targets = targets.detach().cpu()

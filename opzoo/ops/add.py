@@ -179,14 +179,18 @@ def _vmap(info: Any, in_dims: Any, a: Tensor, b: Tensor, alpha: float) -> tuple[
     seen = [_without_axis(t, dim) for t, dim in ((a, in_dims[0]), (b, in_dims[1]))]
     dtype = torch.result_type(*seen)
     rank = max(t.dim() for t in seen)
+    # A number on the CPU is not rounded to a half type before the sum: then the sum is taken in float32.
+    number = any(t.dim() == 0 and operand.device.type == "cpu" for t, operand in zip(seen, (a, b), strict=True))
+    half = dtype in (torch.float16, torch.bfloat16)
+    wide = torch.float32 if number and half else dtype
 
     def align(t: Tensor, dim: int | None) -> Tensor:
-        t = move_batch_first(t, dim).to(dtype)
+        t = move_batch_first(t, dim).to(wide)
         if dim is None:
             return t
         return t.reshape(t.shape[0], *(1,) * (rank - t.dim() + 1), *t.shape[1:])
 
-    return add(align(a, in_dims[0]), align(b, in_dims[1]), alpha=alpha), 0
+    return add(align(a, in_dims[0]), align(b, in_dims[1]), alpha=alpha).to(dtype), 0
 
 
 def _without_axis(t: Tensor, dim: int | None) -> Tensor:

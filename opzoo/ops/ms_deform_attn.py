@@ -219,8 +219,9 @@ class MultiScaleDeformableAttention(nn.Module):
             return f"reference_points must have shape {[*expected, 2]} or {[*expected, 4]}, got {list(points.shape)}"
         if points.dtype not in _FLOATS:
             return f"reference_points must be float64, float32, float16 or bfloat16, got {points.dtype}"
-        if tuple(shapes.shape) != (self.num_levels, 2):
-            return f"spatial_shapes must have shape {[self.num_levels, 2]}, got {list(shapes.shape)}"
+        if tuple(shapes.shape) != (self.num_levels, 2) or shapes.dtype != torch.int64:
+            levels = [self.num_levels, 2]
+            return f"spatial_shapes must be int64 of shape {levels}, got {shapes.dtype}, {list(shapes.shape)}"
         return None
 
     def extra_repr(self) -> str:

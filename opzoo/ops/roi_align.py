@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from opzoo.ops._common import differentiable, pair, register_fake, require_flag, require_number, require_tensor
 from opzoo.ops._roi_checks import (
+    BOX_DTYPES,
     check_argmax,
     check_boxes,
     check_features,
@@ -147,8 +148,10 @@ def _concatenate(op: str, input: Tensor, boxes: Sequence[Tensor]) -> tuple[Tenso
             raise TypeError(f"opzoo::{op}: boxes[{i}] must be a tensor, got {type(t).__name__}")
         if t.dim() != 2 or t.shape[1] != 4:
             raise RuntimeError(f"opzoo::{op}: boxes[{i}] must have shape [L, 4], got {list(t.shape)}")
-        if t.layout != torch.strided:
-            raise RuntimeError(f"opzoo::{op}: boxes[{i}] must be dense, got {t.layout}")
+        if t.layout != torch.strided or t.dtype not in BOX_DTYPES:
+            raise RuntimeError(
+                f"opzoo::{op}: boxes[{i}] must be dense, of a floating or integer dtype, got {t.dtype}, {t.layout}"
+            )
         if t.device != input.device:
             raise RuntimeError(
                 f"opzoo::{op}: boxes[{i}] must be on the device of input, {input.device}, got {t.device}"

@@ -56,8 +56,12 @@ ScoreLimit limit_as(double threshold) {
 int64_t flatten_images(Tensor& t, int64_t own) {
   const int64_t leading = t.dim() - own;
   if (leading == 0) return 0;
-  if (leading > 1) t = opzoo::contiguous(t);
-  return t.stride(leading - 1);
+  if (leading == 1) return t.stride(0);
+  t = opzoo::contiguous(t);
+  // Not a stride of t: torch calls a tensor contiguous whatever the strides of its axes of size 1.
+  int64_t step = 1;
+  for (int64_t axis = leading; axis < t.dim(); ++axis) step *= t.size(axis);
+  return step;
 }
 
 NmsPlan plan(const char* op,
