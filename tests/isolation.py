@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import resource
 import signal
@@ -71,6 +72,7 @@ def in_forks(calls: Sequence[int], work: Callable[[int], str]) -> list[str]:
             os.close(reading)
             if "libasan" not in os.environ.get("LD_PRELOAD", ""):  # a sanitizer's report belongs on the screen
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+                faulthandler.disable()
             try:
                 for call in calls[len(answers) :]:
                     signal.alarm(SECONDS)

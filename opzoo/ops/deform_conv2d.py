@@ -79,7 +79,8 @@ def deform_conv2d(
     Differentiable in reverse mode, by all five tensors, any number of times with ``create_graph=True`` (the
     reference then takes the place of the kernels: right, and slow); vmap-able. Deterministic but for
     the gradient of ``input`` on CUDA, which sums in a varying order and raises under
-    :func:`torch.use_deterministic_algorithms`.
+    :func:`torch.use_deterministic_algorithms`. On the CPU the last bits depend on the number of threads,
+    as those of torch's matrix products do.
 
     Example:
         >>> input, weight = torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3)
