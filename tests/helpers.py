@@ -33,6 +33,7 @@ class Case:
     forward_ad: bool = False
     double_backward: bool = False
     deterministic_backward: bool = True
+    same_for_any_threads: bool = True  # on the CPU; False: products are torch's, which splits sums by threads
     dynamic: dict[int, int] = field(default_factory=dict)  # tensor position -> axis that may vary
     autocast_output: str = "input"  # "input": the first tensor's dtype; "autocast": autocast's; "int64"
     vmap_dims: tuple[int | None, ...] | None = None  # in_dims for vmap over `call`; None: vmap must raise

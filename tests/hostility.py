@@ -1,21 +1,13 @@
-"""``python hostility.py <op> <device> [cases] [seed]``: calls an operator and its backward with everything wrong.
-
-First one argument at a time, in every way there is; then, on the CPU, ``cases`` random calls with several
-arguments wrong at once (default 200, a few seconds; a million runs for hours).
+"""``python hostility.py <op> <device>``: calls an operator and its backward with one argument wrong, in every way.
 
 Every attempt must return or raise. On the CPU they run in forks, on tensors that end at an unmapped
-page, so that one element read past the end is a crash; an attempt that takes longer than
-``SECONDS`` kills its fork too. On CUDA, where a fork cannot go, the process itself is the detector.
+page, so that one element read past the end is a crash; an attempt that takes too long kills its fork
+too. On CUDA, where a fork cannot go, the process itself is the detector. Random calls with several
+arguments wrong at once, and a look at what they answer, are ``campaign.py``.
 """
 
 from __future__ import annotations
 
-import ctypes
-import itertools
-import os
-import random
-import resource
-import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -27,35 +19,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 sys.path.insert(0, str(Path(__file__).parent))
-from contract import LAYOUTS, record
+from contract import record
 from helpers import contract_cases
+from isolation import Guarded, in_forks, limit_memory
 
-SECONDS = 10
-BATCH = 1000  # random calls per fork: guarded() never gives its pages back
-PAGE = 4096
 HOSTILE_FLOATS = (float("nan"), float("inf"), float("-inf"), 3e38, -3e38, 1e9)
 HOSTILE_INTS = (-1, 1 << 31, (1 << 63) - 1, -(1 << 63))
 ODD_DTYPES = (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.bfloat16)
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
-_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-
-def guarded(t: Tensor) -> Tensor:
-    """A contiguous copy whose last byte is the last of a page, between two pages that cannot be read."""
-    size = t.numel() * t.element_size()
-    if t.device.type != "cpu" or t.layout != torch.strided or size == 0:
-        return t.clone()
-    pages = -(-size // PAGE)
-    base = _libc.mmap(None, (pages + 2) * PAGE, 3, 0x22, -1, 0)  # read and write; private, anonymous
-    assert base not in (None, ctypes.c_void_p(-1).value), "mmap failed"
-    for guard in (base, base + (pages + 1) * PAGE):
-        assert _libc.mprotect(guard, PAGE, 0) == 0
-    start = base + PAGE + pages * PAGE - size
-    memory = (ctypes.c_char * size).from_address(start)
-    return torch.frombuffer(memory, dtype=t.dtype).view(t.shape).copy_(t)
 
 
 def hostile_tensors(t: Tensor) -> Iterator[tuple[str, Any]]:
@@ -119,55 +89,11 @@ def attempts(op: Any, args: tuple[Any, ...], device: str) -> Iterator[tuple[str,
                     yield f"{op} with {argument.name}[{number}] = {what}", True, changed
 
 
-def sprinkled(t: Tensor, draw: random.Random) -> Tensor:
-    """A float tensor with a random share of its elements hostile: the shapes pass, the kernel meets the values."""
-    generator = torch.Generator().manual_seed(draw.getrandbits(32))
-    values = torch.tensor(HOSTILE_FLOATS, dtype=torch.float64).to(t.device, t.dtype)
-    picked = values[torch.randint(len(values), t.shape, generator=generator).to(t.device)]
-    return torch.where(torch.rand(t.shape, generator=generator).to(t.device) < draw.random(), picked, t)
-
-
-def random_calls(
-    calls: list[tuple[Any, tuple[Any, ...]]], device: str, cases: int, seed: int
-) -> Iterator[tuple[str, bool, Any, list[Any]]]:
-    """``cases`` calls, drawn in the same order for the same seed: in every second one all float tensors keep
-    their shape and are sprinkled with hostile values; in the others one to four arguments are replaced."""
-    draw = random.Random(seed)
-    pools = []
-    for op, args in calls:
-        by_argument: dict[str, list[tuple[str, int, Any]]] = {}
-        for what, _, changed in attempts(op, args, device):
-            for position, (new, old) in enumerate(zip(changed, args, strict=True)):
-                if new is not old:
-                    by_argument.setdefault(what.split(" = ")[0], []).append((what, position, new))
-        for position, value in enumerate(args):
-            if isinstance(value, Tensor):
-                views = [(name, view) for name, layout in LAYOUTS.items() if (view := layout(value)) is not None]
-                pool = by_argument[f"{op} with {op._schema.arguments[position].name}"]
-                pool += [(f"{op} with a {name} argument {position}", position, view) for name, view in views]
-        pools.append((op, args, list(by_argument.values())))
-    for number in range(cases):
-        op, args, arguments = draw.choice(pools)
-        if number % 2:
-            floats = lambda t: sprinkled(t, draw) if t.is_floating_point() else t  # noqa: E731
-            yield f"seed {seed}, call {number}: {op} sprinkled", True, op, list(tree_map_only(Tensor, floats, args))
-            continue
-        changed = list(args)
-        chosen = [draw.choice(pool) for pool in draw.sample(arguments, min(draw.randint(1, 4), len(arguments)))]
-        for _, position, value in chosen:
-            changed[position] = value
-        # A number may ask for endless work, whatever the tensors are.
-        hostile_data = all("Tensor" in str(op._schema.arguments[position].type) for _, position, _ in chosen)
-        yield f"seed {seed}, call {number}: {'; '.join(what for what, *_ in chosen)}", hostile_data, op, changed
-
-
 def call(op: Any, args: list[Any], guard: bool) -> None:
-    def protected(t: Tensor) -> Tensor:
-        return guarded(t) if guard and t.device.type == "cpu" else t
-
+    guarded = Guarded()
     try:
         with torch.no_grad():
-            result = op(*tree_map_only(Tensor, protected, args))
+            result = op(*tree_map_only(Tensor, guarded.copy, args) if guard else args)
         if not guard:
             torch.cuda.synchronize()
         del result
@@ -177,34 +103,21 @@ def call(op: Any, args: list[Any], guard: bool) -> None:
 
 
 def in_children(tried: list[tuple[str, bool, Any, list[Any]]]) -> list[str]:
-    """Every attempt, each after the last in one fork; after a death the next fork goes on behind it."""
-    failures, start = [], 0
-    while start < len(tried):
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            if "libasan" not in os.environ.get("LD_PRELOAD", ""):  # a sanitizer's report belongs on the screen
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            for number in range(start, len(tried)):
-                os.write(writing, number.to_bytes(4, "little"))
-                signal.alarm(SECONDS)
-                call(*tried[number][2:], guard=True)
-            os._exit(0)
-        os.close(writing)
-        with os.fdopen(reading, "rb") as pipe:
-            progress = pipe.read()
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if status == 0:
-            break
-        start = int.from_bytes(progress[-4:], "little") + 1
-        what, hostile_data, *_ = tried[start - 1]
+    """What failed, of all attempts."""
+
+    def work(number: int) -> str:
+        call(*tried[number][2:], guard=True)
+        return ""
+
+    failures = []
+    for (what, hostile_data, *_), answer in zip(tried, in_forks(range(len(tried)), work), strict=True):
         # Work without end because of a number is the caller's own wish; because of data it is a defect.
-        if hostile_data or status != -signal.SIGALRM:
-            failures.append(f"{what}: {signal.Signals(-status).name if status < 0 else f'exit status {status}'}")
+        if answer and (hostile_data or "SIGALRM" not in answer):
+            failures.append(f"{what}: {answer}")
     return failures
 
 
-def main(name: str, device: str, cases: int = 200, seed: int = 0) -> int:
+def main(name: str, device: str) -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # no pool of threads for a fork to lose
     seen: dict[Any, int] = {}
@@ -215,29 +128,22 @@ def main(name: str, device: str, cases: int = 200, seed: int = 0) -> int:
                 seen[op] = seen.get(op, 0) + 1
                 if seen[op] <= 3:
                     calls.append((op, args))
-    if device == "cpu":
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
-        resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30),) * 2)  # a huge result is refused, not filled
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tried: list[tuple[str, bool, Any, list[Any]]] = []
     for op, args in calls:
         tried.append((f"{op} with its own arguments", True, op, list(args)))
         tried += [(what, hostile_data, op, changed) for what, hostile_data, changed in attempts(op, args, device)]
-    if device == "cuda":
+    failures = []
+    if device == "cpu":
+        limit_memory()
+        failures = in_children(tried)
+    else:
         for what, _, op, changed in tried:
             print(what, flush=True)  # the last line names the attempt that killed the process
             call(op, changed, guard=False)
-    failures, drawn = [], 0
-    if device == "cpu":
-        failures = in_children(tried)
-        stream = random_calls(calls, device, cases, seed)
-        while batch := list(itertools.islice(stream, BATCH)):
-            failures += in_children(batch)
-            drawn += len(batch)
     print("\n".join(failures))
-    print(f"{len(tried)} attempts and {drawn} random calls on {sorted(map(str, seen))}, {len(failures)} failed")
+    print(f"{len(tried)} attempts on {sorted(map(str, seen))}, {len(failures)} failed")
     return 1 if failures or not tried else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:3], *map(int, sys.argv[3:])))
+    sys.exit(main(*sys.argv[1:3]))

@@ -298,6 +298,8 @@ def test_runs_are_bit_equal(case: Case, device: torch.device, dtype: torch.dtype
 
 @every
 def test_threads_do_not_change_bits(case: Case) -> None:
+    if not case.same_for_any_threads:
+        pytest.skip("multiplies with torch, which splits sums by threads")
     tensors = grown(case, torch.device("cpu"), torch.float32, 16)
     before = torch.get_num_threads()
     try:

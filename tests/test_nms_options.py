@@ -255,7 +255,7 @@ def test_wrong_options_are_named(device_type):
         opzoo.nms_padded(boxes, scores[:, :4], 0.5, 3)
     with pytest.raises(RuntimeError, match=r"opzoo::nms_padded: idxs must have an integer dtype, got"):
         opzoo.nms_padded(boxes, scores, 0.5, 3, idxs=scores)
-    with pytest.raises(RuntimeError, match="opzoo::_nms_leaders: boxes must have 2 axes, got 3"):
+    with pytest.raises(RuntimeError, match="opzoo::nms_match: boxes must have 2 axes, got 3"):
         opzoo.nms_match(boxes, scores, 0.5)
 
 

@@ -1,10 +1,12 @@
-"""``python tools/sanitize.py``: the CPU tests and the hostile-input campaign under ASan and UBSan.
+"""``python tools/sanitize.py``: the CPU tests and the hostile-input campaigns under ASan and UBSan.
 
 Builds ``_C`` for the CPU into ``build/sanitize``, beside the one that is installed, and runs with it,
 for every operator or those named:
 
     1. the operator's own tests and its part of the contract suite;
-    2. ``tests/hostility.py``: every attempt, and ``--cases`` random calls.
+    2. ``tests/hostility.py``: every attempt with one argument wrong;
+
+and, over all operators, ``--cases`` random calls of ``tests/campaign.py``, whose answers are compared as well.
 
 Python and torch are not instrumented, so the runtime of AddressSanitizer is preloaded. It replaces
 malloc, which lets it see a read or write of ``_C`` beyond any tensor that torch allocated. Leaks are not
@@ -15,6 +17,8 @@ or failed attempt ends this script with status 1.
 from __future__ import annotations
 
 import argparse
+import csv
+import datetime
 import os
 import shutil
 import subprocess
@@ -81,8 +85,22 @@ def commands(ops: list[str], cases: int, seed: int) -> list[list[str]]:
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     chosen = f"({' or '.join(ops)}) and {LEFT_OUT}"
     suite = [*pytest, "-c", str(ROOT / "pyproject.toml"), "-k", chosen, *own, str(tests / "test_contract.py")]
-    campaign = [[sys.executable, str(tests / "hostility.py"), op, "cpu", str(cases), str(seed)] for op in ops]
-    return [suite, *campaign]
+    hostility = [[sys.executable, str(tests / "hostility.py"), op, "cpu"] for op in ops]
+    campaign = [sys.executable, str(tests / "campaign.py"), "--cases", str(cases), "--seed", str(seed)]
+    return [suite, *hostility, campaign]
+
+
+def write_report(path: Path, ops: int, cases: int, reports: int, failed: int) -> None:
+    """One more row."""
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    row = {"date": datetime.date.today().isoformat(), "commit": head.stdout.strip(), "operators": ops}
+    row |= {"campaign cases": cases, "reports": reports, "failed commands": failed}
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
 
 
 def is_report(text: str) -> bool:
@@ -92,8 +110,9 @@ def is_report(text: str) -> bool:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ops", nargs="*", help="operators (default: all)")
-    parser.add_argument("--cases", type=int, default=2000, help="random calls per operator")
+    parser.add_argument("--cases", type=int, default=20_000, help="random calls of the campaign")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", type=Path, help="CSV file to add the counts to")
     options = parser.parse_args(arguments)
     unknown = set(options.ops) - set(operators())
     if unknown:
@@ -109,6 +128,8 @@ def main(arguments: list[str]) -> int:
         found = [text for text in texts if is_report(text)]
     print("\n".join(found))
     print(f"{len(found)} reports in files, {failed} commands failed")
+    if options.report:
+        write_report(options.report, len(options.ops or operators()), options.cases, len(found), failed)
     return 1 if found or failed else 0
 
 

@@ -180,6 +180,23 @@ def differentiable(
     return call
 
 
+def register_fake(op: str, fake: Callable[..., Any]) -> None:
+    """``fake`` as the fake kernel of ``op``. The dispatcher lets None pass for a tensor; here it raises."""
+    required = [
+        (position, argument.name)
+        for position, argument in enumerate(torch._C._get_schema(f"opzoo::{op}", "").arguments)
+        if str(argument.type) == "Tensor"
+    ]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        for position, name in required:
+            if position < len(args) and args[position] is None:
+                raise RuntimeError(f"opzoo::{op}: {name} must be a tensor, got None")
+        return fake(*args, **kwargs)
+
+    torch.library.register_fake(f"opzoo::{op}", kernel, lib=LIBRARY)
+
+
 def register_autocast(op: Op, cast: Callable[..., Args]) -> None:
     """Run ``op`` on ``cast(dtype, *args)`` where autocast is on, dtype being autocast's own."""
     name = _name(op)
@@ -212,10 +229,27 @@ def require_tensor(op: str, name: str, value: Any) -> None:
 
 
 def require_number(op: str, name: str, value: Any, method: str = "__float__") -> None:
-    """TypeError unless ``value`` is a number; an integer with ``method="__index__"``."""
+    """TypeError unless ``value`` is a number; an integer with ``method="__index__"``. ValueError for a huge int."""
     if not hasattr(value, method):
         kind = "an int" if method == "__index__" else "a number"
         raise TypeError(f"opzoo::{op}: {name} must be {kind}, got {value!r}")
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise TypeError(f"opzoo::{op}: {name} must be a number, got a tensor of shape {list(value.shape)}")
+    if isinstance(value, int):
+        _require_range(op, name, value, 63 if method == "__index__" else 1023)
+
+
+def _require_range(op: str, name: str, value: int, bits: int) -> None:
+    """The dispatcher knows int64 and float64 alone, and raises OverflowError for an int beyond them."""
+    if not -(1 << bits) <= value < 1 << bits:
+        raise ValueError(f"opzoo::{op}: {name} must fit in {bits + 1} bits, got {value.bit_length()}")
+
+
+def require_flag(op: str, name: str, value: Any) -> bool:
+    """``value`` as a bool; TypeError for a tensor, whose truth may be many or a wait for the device."""
+    if isinstance(value, Tensor):
+        raise TypeError(f"opzoo::{op}: {name} must be a bool, got a tensor")
+    return bool(value)
 
 
 def pair(op: str, name: str, value: int | Sequence[int]) -> tuple[int, int]:
@@ -225,6 +259,9 @@ def pair(op: str, name: str, value: int | Sequence[int]) -> tuple[int, int]:
         raise TypeError(f"opzoo::{op}: {name} must be an int or a pair of ints, got {value!r}")
     if len(both) != 2:
         raise ValueError(f"opzoo::{op}: {name} must be an int or a pair of ints, got {value!r}")
+    for number in both:
+        if isinstance(number, int):
+            _require_range(op, name, number, 63)
     return both[0], both[1]
 
 

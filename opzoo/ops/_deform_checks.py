@@ -40,7 +40,7 @@ def _check_operands(op: str, input: Tensor, tensors: dict[str, Tensor | None]) -
         _check(op, same_dtype, f"{name} must have the dtype of input, {input.dtype}, got {t.dtype}")
 
 
-def _output_size(op: str, axis: str, size: int, kernel: int, stride: int, pad: int, dilation: int) -> int:
+def output_size(op: str, axis: str, size: int, kernel: int, stride: int, pad: int, dilation: int) -> int:
     _check(
         op,
         size > 0 and size <= _MAX_EXTENT and kernel > 0 and kernel <= _MAX_EXTENT,
@@ -84,8 +84,8 @@ def check_all(
     _check_operands(op, input, {"input": input, "offset": offset, "weight": weight, **others})
     N, _, H, W = input.shape
     K, _, kh, kw = weight.shape
-    OH = _output_size(op, "height", H, kh, *geometry[0::2])
-    OW = _output_size(op, "width", W, kw, *geometry[1::2])
+    OH = output_size(op, "height", H, kh, *geometry[0::2])
+    OW = output_size(op, "width", W, kw, *geometry[1::2])
     _check_channels(op, input, offset, weight)
     channels = offset.shape[1]
     expected: tuple[tuple[str, Tensor | None, tuple[int, ...]], ...] = (

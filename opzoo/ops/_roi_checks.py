@@ -12,6 +12,8 @@ from torch import Tensor
 from opzoo.ops._roi_fold import largest_exact_index
 
 MAX_SAMPLING_RATIO = 32767
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+BOX_DTYPES = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_boxes(
@@ -23,7 +25,7 @@ def check_boxes(
         lambda: f"opzoo::{op}: boxes must have shape [K, {columns}], got {list(boxes.shape)}",
     )
     torch._check(
-        not boxes.dtype.is_complex and boxes.dtype != torch.bool,
+        boxes.dtype in BOX_DTYPES,
         lambda: f"opzoo::{op}: boxes must have a floating or integer dtype, got {boxes.dtype}",
     )
     torch._check(

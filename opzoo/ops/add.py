@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from opzoo._library import LIBRARY
-from opzoo.ops._common import differentiable, move_batch_first, require_number
+from opzoo.ops._common import differentiable, move_batch_first, register_fake, require_number
 
 Number = int | float | bool
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
 def add(a: Tensor | Number, b: Tensor | Number, *, alpha: Number = 1) -> Tensor:
@@ -84,6 +86,7 @@ def _with_number(t: Any, value: Any, add: Callable[[Tensor, Tensor], Tensor]) ->
         dtype = torch.bool
     elif isinstance(value, (int, torch.SymInt)):
         dtype = torch.int64
+        require_number("add", "a number", value, "__index__")
     elif isinstance(value, (float, torch.SymFloat)):
         dtype = torch.float64
     else:
@@ -94,6 +97,15 @@ def _with_number(t: Any, value: Any, add: Callable[[Tensor, Tensor], Tensor]) ->
     if t.dim() == 0:
         return add(t.reshape(1), number).reshape(())
     return add(t, number)
+
+
+def _common_shape(a: Tensor, b: Tensor) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(a.shape, b.shape)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"opzoo::add: a and b must broadcast, got shapes {list(a.shape)} and {list(b.shape)}"
+        ) from error
 
 
 def _is_dense(t: Tensor) -> bool:
@@ -115,8 +127,17 @@ def _fake(a: Tensor, b: Tensor, alpha: float) -> Tensor:
         number_a or number_b or a.device == b.device,
         lambda: f"opzoo::add: b must be on the device of a, {a.device}, got {b.device}",
     )
-    shape = torch.broadcast_shapes(a.shape, b.shape)
+    for name, t in (("a", a), ("b", b)):
+        torch._check(
+            t.dtype in _DTYPES,
+            lambda: f"opzoo::add: {name} must have a floating, int8 to int64, uint8 or bool dtype, got {t.dtype}",  # noqa: B023
+        )
+    shape = _common_shape(a, b)
     dtype = torch.result_type(a, b)
+    torch._check_value(
+        dtype.is_floating_point or alpha == int(alpha) if math.isfinite(alpha) else dtype.is_floating_point,
+        lambda: f"opzoo::add: alpha must be an integer for a result of dtype {dtype}, got {alpha}",
+    )
     for t in (a, b):
         if t.dim() == len(shape) and t.shape == shape:  # rank first: tuples compare sizes, a guard each
             if t.is_contiguous():
@@ -158,14 +179,18 @@ def _vmap(info: Any, in_dims: Any, a: Tensor, b: Tensor, alpha: float) -> tuple[
     seen = [_without_axis(t, dim) for t, dim in ((a, in_dims[0]), (b, in_dims[1]))]
     dtype = torch.result_type(*seen)
     rank = max(t.dim() for t in seen)
+    # A number on the CPU is not rounded to a half type before the sum: then the sum is taken in float32.
+    number = any(t.dim() == 0 and operand.device.type == "cpu" for t, operand in zip(seen, (a, b), strict=True))
+    half = dtype in (torch.float16, torch.bfloat16)
+    wide = torch.float32 if number and half else dtype
 
     def align(t: Tensor, dim: int | None) -> Tensor:
-        t = move_batch_first(t, dim).to(dtype)
+        t = move_batch_first(t, dim).to(wide)
         if dim is None:
             return t
         return t.reshape(t.shape[0], *(1,) * (rank - t.dim() + 1), *t.shape[1:])
 
-    return add(align(a, in_dims[0]), align(b, in_dims[1]), alpha=alpha), 0
+    return add(align(a, in_dims[0]), align(b, in_dims[1]), alpha=alpha).to(dtype), 0
 
 
 def _without_axis(t: Tensor, dim: int | None) -> Tensor:
@@ -175,5 +200,5 @@ def _without_axis(t: Tensor, dim: int | None) -> Tensor:
     return torch.empty(shape, dtype=t.dtype, device="meta")
 
 
-torch.library.register_fake("opzoo::add", _fake, lib=LIBRARY)
+register_fake("add", _fake)
 _add = differentiable(torch.ops.opzoo.add.default, inputs=(0, 1), save=_save, backward=_backward, jvp=_jvp, vmap=_vmap)

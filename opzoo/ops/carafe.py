@@ -7,8 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opzoo._library import LIBRARY
-from opzoo.ops._common import differentiable, move_batch_first, register_autocast, require_number, require_tensor
+from opzoo.ops._common import (
+    differentiable,
+    move_batch_first,
+    register_autocast,
+    register_fake,
+    require_number,
+    require_tensor,
+)
 
 
 def carafe(features: Tensor, masks: Tensor, kernel_size: int, group_size: int = 1, scale_factor: int = 2) -> Tensor:
@@ -122,8 +128,8 @@ def _vmap_backward(info: Any, in_dims: Any, *args: Any) -> tuple[tuple[Tensor, .
     return tuple(g.unflatten(0, (info.batch_size, -1)) for g in grads), (0, 0)
 
 
-torch.library.register_fake("opzoo::carafe", _fake, lib=LIBRARY)
-torch.library.register_fake("opzoo::_carafe_backward", _fake_backward, lib=LIBRARY)
+register_fake("carafe", _fake)
+register_fake("_carafe_backward", _fake_backward)
 register_autocast(
     torch.ops.opzoo.carafe.default,
     lambda dtype, features, masks, *numbers: (features, masks.to(features.dtype), *numbers),

@@ -10,9 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch._prims_common import alert_not_deterministic
 
-from opzoo._library import LIBRARY
-from opzoo.ops._common import autocast_tensor, differentiable, move_batch_first, pair, register_autocast, require_tensor
-from opzoo.ops._deform_checks import check_all, check_value, empty_image
+from opzoo.ops._common import (
+    _autocast_enabled,
+    autocast_tensor,
+    differentiable,
+    move_batch_first,
+    pair,
+    register_autocast,
+    register_fake,
+    require_tensor,
+)
+from opzoo.ops._deform_checks import _FLOATS, check_all, check_value, empty_image, output_size
 from opzoo.ops.matmul import _torch_precision
 from opzoo.reference.deform_conv2d import deform_conv2d as _reference
 
@@ -71,7 +79,8 @@ def deform_conv2d(
     Differentiable in reverse mode, by all five tensors, any number of times with ``create_graph=True`` (the
     reference then takes the place of the kernels: right, and slow); vmap-able. Deterministic but for
     the gradient of ``input`` on CUDA, which sums in a varying order and raises under
-    :func:`torch.use_deterministic_algorithms`.
+    :func:`torch.use_deterministic_algorithms`. On the CPU the last bits depend on the number of threads,
+    as those of torch's matrix products do.
 
     Example:
         >>> input, weight = torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3)
@@ -248,9 +257,33 @@ class DeformConv2dPack(DeformConv2d):
         nn.init.zeros_(self.conv_offset.bias)
 
     def _branch(self, input: Tensor) -> Tensor:
-        with torch.autocast(input.device.type, enabled=False):
-            maps: Tensor = self.conv_offset(input.to(self.conv_offset.weight.dtype))
+        self._check(input)
+        maps: Tensor
+        input = input.to(self.conv_offset.weight.dtype)
+        if not _autocast_enabled(input.device.type):
+            maps = self.conv_offset(input)
             return maps
+        with torch.autocast(input.device.type, enabled=False):
+            maps = self.conv_offset(input)
+        return maps
+
+    def _check(self, input: Tensor) -> None:
+        """What the branch's convolution would refuse in words of its own."""
+        require_tensor("deform_conv2d", "input", input)
+        weight = self.conv_offset.weight
+        if input.dim() != 4 or input.shape[1] != self.in_channels or input.layout != torch.strided:
+            raise RuntimeError(
+                f"opzoo::deform_conv2d: input must be dense of shape [N, {self.in_channels}, H, W], got "
+                f"{list(input.shape)} ({input.layout})"
+            )
+        axes = zip(("height", "width"), input.shape[2:], self.kernel_size, self.stride, self.padding, strict=True)
+        for dilation, axis in zip(self.dilation, axes, strict=True):
+            output_size("deform_conv2d", *axis, dilation)
+        if not input.is_floating_point() or input.device != weight.device:
+            raise RuntimeError(
+                f"opzoo::deform_conv2d: input must be floating and on the device of the parameters, {weight.device}, "
+                f"got {input.dtype} on {input.device}"
+            )
 
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         """``Tensor[N, K, OH, OW]`` of ``Tensor[N, C, H, W]``."""
@@ -309,7 +342,8 @@ def make_offset(dy: Tensor, dx: Tensor) -> Tensor:
 
     Raises:
         TypeError: an argument is no tensor.
-        RuntimeError: shapes differ, or are not those of four axes.
+        RuntimeError: shapes differ or are not those of four axes, devices differ, or a tensor is sparse or
+            no float64, float32, float16 or bfloat16.
 
     Example:
         >>> opzoo.make_offset(torch.zeros(1, 2, 1, 1), torch.ones(1, 2, 1, 1)).flatten()
@@ -321,6 +355,12 @@ def make_offset(dy: Tensor, dx: Tensor) -> Tensor:
         raise RuntimeError(
             f"opzoo::make_offset: dy and dx must have 4 axes, the same, got {list(dy.shape)} and {list(dx.shape)}"
         )
+    for name, t in (("dy", dy), ("dx", dx)):
+        if t.layout != torch.strided or t.device != dy.device or t.dtype not in _FLOATS:
+            raise RuntimeError(
+                f"opzoo::make_offset: {name} must be dense, float64, float32, float16 or bfloat16 and on the device of "
+                f"dy, {dy.device}, got {t.layout}, {t.dtype} on {t.device}"
+            )
     return torch.stack([dy, dx], 2).flatten(1, 2)
 
 
@@ -464,8 +504,8 @@ def _vmap_backward(info: Any, in_dims: Any, *args: Any) -> tuple[tuple[Tensor, .
     ), (0,) * 4
 
 
-torch.library.register_fake("opzoo::deform_conv2d", _fake, lib=LIBRARY)
-torch.library.register_fake("opzoo::_deform_conv2d_backward", _fake_backward, lib=LIBRARY)
+register_fake("deform_conv2d", _fake)
+register_fake("_deform_conv2d_backward", _fake_backward)
 register_autocast(
     torch.ops.opzoo.deform_conv2d.default,
     lambda dtype, input, offset, weight, bias, *rest: (

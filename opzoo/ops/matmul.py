@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opzoo._library import LIBRARY
-from opzoo.ops._common import autocast_tensor, differentiable, move_batch_first, register_autocast
+from opzoo.ops._common import autocast_tensor, differentiable, move_batch_first, register_autocast, register_fake
 from opzoo.ops.add import add
 
 _PRECISIONS = {"ieee": 0, "tf32": 1, "tf32x3": 2}
@@ -73,7 +72,7 @@ class MatMul(nn.Module):
 def _precision_of(a: Tensor, precision: str | None) -> int:
     """The operator's number for a precision; torch's own switch is read only where it matters."""
     if precision is not None:
-        if precision not in _PRECISIONS:
+        if not isinstance(precision, str) or precision not in _PRECISIONS:
             raise ValueError(f"opzoo::matmul: precision must be None or one of {list(_PRECISIONS)}, got {precision!r}")
         return _PRECISIONS[precision]
     if a.is_cuda and a.dtype == torch.float32:
@@ -92,6 +91,9 @@ def _broadcasting(a: Tensor, b: Tensor, level: int) -> Tensor:
     if a.dim() == 0 or b.dim() == 0:
         name = "a" if a.dim() == 0 else "b"
         raise RuntimeError(f"opzoo::matmul: {name} must have at least 1 axis, got a 0-d tensor")
+    for name, t in (("a", a), ("b", b)):
+        if t.layout != torch.strided:
+            raise RuntimeError(f"opzoo::matmul: {name} must be dense, got {t.layout}")
     row, column = a.dim() == 1, b.dim() == 1
     if row:
         a = a.unsqueeze(0)
@@ -187,7 +189,7 @@ def _autocast(dtype: torch.dtype, a: Tensor, b: Tensor, precision: int = 0) -> t
     return autocast_tensor(a, dtype), autocast_tensor(b, dtype), precision
 
 
-torch.library.register_fake("opzoo::matmul", _fake, lib=LIBRARY)
+register_fake("matmul", _fake)
 register_autocast(torch.ops.opzoo.matmul.default, _autocast)
 _matmul = differentiable(
     torch.ops.opzoo.matmul.default,

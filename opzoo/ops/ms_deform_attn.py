@@ -9,10 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch._prims_common import alert_not_deterministic
 
-from opzoo._library import LIBRARY
-from opzoo.ops._common import autocast_tensor, differentiable, move_batch_first, register_autocast, require_tensor
+from opzoo.ops._common import (
+    _autocast_enabled,
+    autocast_tensor,
+    differentiable,
+    move_batch_first,
+    register_autocast,
+    register_fake,
+    require_tensor,
+)
 
 _HALVES = (torch.float16, torch.bfloat16)
+_FLOATS = (torch.float64, torch.float32, *_HALVES)
 
 
 def ms_deform_attn(
@@ -164,6 +172,13 @@ class MultiScaleDeformableAttention(nn.Module):
             A tensor of the shape of ``query``.
         """
         value = query if value is None else value
+        if problem := self._problem(query, value, reference_points, spatial_shapes, level_start_index):
+            raise RuntimeError(f"opzoo::ms_deform_attn: {problem}")
+        if reference_points.shape[-1] not in (2, 4):
+            raise ValueError(
+                "opzoo::ms_deform_attn: reference_points must have 2 or 4 numbers a point, "
+                f"got {reference_points.shape[-1]}"
+            )
         identity = query if identity is None else identity
         query = query if query_pos is None else query + query_pos
         if not self.batch_first:
@@ -175,21 +190,39 @@ class MultiScaleDeformableAttention(nn.Module):
         value = value.unflatten(-1, (self.num_heads, -1))
         shape = (batch, queries, self.num_heads, self.num_levels, self.num_points)
         offsets = self.sampling_offsets(query).view(*shape, 2)
-        weights = self.attention_weights(query).view(*shape[:3], -1).softmax(-1).view(shape)
+        weights = self.attention_weights(query).view(*shape[:3], shape[3] * shape[4]).softmax(-1).view(shape)
         points = reference_points[:, :, None, :, None]
         if points.shape[-1] == 2:
             locations = points + offsets / spatial_shapes.flip(-1)[None, None, None, :, None]
-        elif points.shape[-1] == 4:
-            locations = points[..., :2] + offsets / self.num_points * points[..., 2:] * 0.5
         else:
-            raise ValueError(
-                "opzoo.MultiScaleDeformableAttention: reference_points must have 2 or 4 numbers a point, "
-                f"got {points.shape[-1]}"
-            )
+            locations = points[..., :2] + offsets / self.num_points * points[..., 2:] * 0.5
         output = self.output_proj(ms_deform_attn(value, spatial_shapes, level_start_index, locations, weights))
         if not self.batch_first:
             output = output.transpose(0, 1)
         return self.dropout(output) + identity
+
+    def _problem(self, query: Tensor, value: Tensor, points: Tensor, shapes: Tensor, starts: Tensor) -> str | None:
+        """What the layers would refuse in words of their own."""
+        weight, batch = self.value_proj.weight, 0 if self.batch_first else 1
+        names = ("query", "value", "reference_points", "spatial_shapes", "level_start_index")
+        for name, t in zip(names, (query, value, points, shapes, starts), strict=True):
+            require_tensor("ms_deform_attn", name, t)
+            if t.device != weight.device or t.layout != torch.strided:
+                return f"{name} must be dense and on the device of the parameters, {weight.device}, got {t.device}"
+        for name, t in (("query", query), ("value", value)):
+            if t.dim() != 3 or t.shape[2] != self.embed_dims or t.shape[batch] != query.shape[batch]:
+                return f"{name} must have 3 axes, {self.embed_dims} channels, the batch of query, got {list(t.shape)}"
+            if t.dtype != weight.dtype and not (t.is_floating_point() and _autocast_enabled(t.device.type)):
+                return f"{name} must have the dtype of the parameters, {weight.dtype}, got {t.dtype}"
+        expected = (query.shape[batch], query.shape[1 - batch], self.num_levels)
+        if points.dim() != 4 or any(n not in (1, full) for n, full in zip(points.shape, expected, strict=False)):
+            return f"reference_points must have shape {[*expected, 2]} or {[*expected, 4]}, got {list(points.shape)}"
+        if points.dtype not in _FLOATS:
+            return f"reference_points must be float64, float32, float16 or bfloat16, got {points.dtype}"
+        if tuple(shapes.shape) != (self.num_levels, 2) or shapes.dtype != torch.int64:
+            levels = [self.num_levels, 2]
+            return f"spatial_shapes must be int64 of shape {levels}, got {shapes.dtype}, {list(shapes.shape)}"
+        return None
 
     def extra_repr(self) -> str:
         return (
@@ -311,8 +344,8 @@ def _vmap_backward(info: Any, in_dims: Any, *args: Any) -> tuple[tuple[Tensor, .
     ), (0, 0, 0)
 
 
-torch.library.register_fake("opzoo::ms_deform_attn", _fake, lib=LIBRARY)
-torch.library.register_fake("opzoo::_ms_deform_attn_backward", _fake_backward, lib=LIBRARY)
+register_fake("ms_deform_attn", _fake)
+register_fake("_ms_deform_attn_backward", _fake_backward)
 register_autocast(
     torch.ops.opzoo.ms_deform_attn.default,
     lambda dtype, value, shapes, starts, locations, weights: (

@@ -10,8 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opzoo._library import LIBRARY
-from opzoo.ops._common import _autocast_enabled, differentiable, pair, require_number, require_tensor
+from opzoo.ops._common import (
+    _autocast_enabled,
+    differentiable,
+    pair,
+    register_fake,
+    require_flag,
+    require_number,
+    require_tensor,
+)
 from opzoo.ops._roi_checks import check_boxes, empty_map, is_channels_last
 from opzoo.ops._roi_fold import Batched, Folded, axis_after
 from opzoo.ops.roi_align import _boxes_backward, _concatenate, _fake_grad_input, _fake_output
@@ -242,7 +249,8 @@ def _pool(
         # Layers choose their own dtypes there. The widest loses nothing; the result is the first's.
         widest = functools.reduce(torch.promote_types, [t.dtype for t in maps])
         maps = [t.to(widest) for t in maps]
-    options = (scales, sampling_ratio, bool(aligned), canonical_scale, canonical_level, first, last)
+    aligned = require_flag(_OP, "aligned", aligned)
+    options = (scales, sampling_ratio, aligned, canonical_scale, canonical_level, first, last)
     return _average(maps, boxes, batch_index, height, width, *options).to(dtype)
 
 
@@ -470,8 +478,8 @@ def _backward_vmap(
     return grads, (f.axis,) * len(grads)
 
 
-torch.library.register_fake("opzoo::multi_scale_roi_align", _fake_forward, lib=LIBRARY)
-torch.library.register_fake("opzoo::_multi_scale_roi_align_backward", _fake_backward, lib=LIBRARY)
+register_fake("multi_scale_roi_align", _fake_forward)
+register_fake("_multi_scale_roi_align_backward", _fake_backward)
 
 _average = differentiable(
     torch.ops.opzoo.multi_scale_roi_align.default,

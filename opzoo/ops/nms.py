@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opzoo._library import LIBRARY
-from opzoo.ops._common import move_batch_first, require_number, require_tensor
+from opzoo.ops._common import move_batch_first, register_fake, require_number, require_tensor
 from opzoo.reference.nms import score_order
 
 
@@ -126,7 +126,7 @@ def nms_padded(
         boxes: ``Tensor[..., N, 4]`` of ``(x1, y1, x2, y2)`` in any unit, of any float or integer dtype.
         scores: ``Tensor[..., N]`` of any float or integer dtype, on the device of ``boxes``. NaN ranks last.
         iou_threshold: in [0, 1].
-        max_output: kept boxes of an image at most, all its classes together; may exceed N.
+        max_output: kept boxes of an image at most, all its classes together; may exceed N, but not 2**31 - 1.
         idxs: ``Tensor[..., N]`` of any integer dtype, the class of each box; None for one class.
         score_threshold: only boxes with ``score > score_threshold``, rounded to the dtype of ``scores``,
             take part; a NaN score does not. None lets all take part.
@@ -138,7 +138,8 @@ def nms_padded(
     Raises:
         TypeError: an argument is no tensor or no number.
         RuntimeError: a tensor has the wrong rank, shape, dtype or device.
-        ValueError: ``iou_threshold`` is outside [0, 1], ``score_threshold`` is NaN, ``max_output`` is negative.
+        ValueError: ``iou_threshold`` is outside [0, 1], ``score_threshold`` is NaN, ``max_output`` is outside
+            [0, 2**31).
 
     Arithmetic, autocast, gradients and determinism are those of :func:`nms`.
 
@@ -188,6 +189,12 @@ def nms_match(boxes: Tensor, scores: Tensor, iou_threshold: float) -> list[Tenso
     """
     _require("nms_match", boxes=boxes, scores=scores)
     require_number("nms_match", "iou_threshold", iou_threshold)
+    _check_one_image("nms_match", boxes)
+    _check("nms_match", boxes, scores, None, iou_threshold)
+    if boxes.layout != torch.strided or scores.layout != torch.strided or boxes.is_meta:
+        raise RuntimeError(
+            "opzoo::nms_match: boxes and scores must be dense and hold values: no sparse, no meta tensors"
+        )
     leaders = _nms_leaders(boxes, scores, iou_threshold)
     order = score_order(scores)
     rank = torch.empty_like(order)
@@ -211,6 +218,7 @@ def _require_numbers(op: str, iou_threshold: Any, score_threshold: Any, max_outp
         require_number(op, "max_output", max_output, "__index__")
 
 
+_MAX_PADDED_OUTPUT = 2**31 - 1  # results are as long as max_output says
 _REAL_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _REAL_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, *_REAL_INTEGERS)
 
@@ -324,6 +332,10 @@ def _fake_nms_padded(
         lambda: f"opzoo::nms_padded: boxes must have shape [..., N, 4], got {list(boxes.shape)}",
     )
     _check("nms_padded", boxes, scores, idxs, iou_threshold, score_threshold, max_output)
+    torch._check_value(
+        not isinstance(max_output, int) or max_output <= _MAX_PADDED_OUTPUT,
+        lambda: f"opzoo::nms_padded: max_output must be at most {_MAX_PADDED_OUTPUT}, got {max_output}",
+    )
     batch = boxes.shape[:-2]
     return boxes.new_empty([*batch, max_output], dtype=torch.int64), boxes.new_empty(batch, dtype=torch.int64)
 
@@ -362,10 +374,10 @@ def _nms_padded_vmap(
     return _nms_padded(boxes, scores, iou_threshold, max_output, idxs, score_threshold=score_threshold), (0, 0)
 
 
-torch.library.register_fake("opzoo::nms", _fake_nms, lib=LIBRARY)
-torch.library.register_fake("opzoo::batched_nms", _fake_batched_nms, lib=LIBRARY)
-torch.library.register_fake("opzoo::nms_padded", _fake_nms_padded, lib=LIBRARY)
-torch.library.register_fake("opzoo::_nms_leaders", _fake_nms_leaders, lib=LIBRARY)
+register_fake("nms", _fake_nms)
+register_fake("batched_nms", _fake_batched_nms)
+register_fake("nms_padded", _fake_nms_padded)
+register_fake("_nms_leaders", _fake_nms_leaders)
 for _name in ("nms", "batched_nms", "nms_padded", "_nms_leaders"):
     LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # indices have no derivative
 for _name in ("nms", "batched_nms", "_nms_leaders"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from opzoo._library import LIBRARY
-from opzoo.ops._common import differentiable, pair, require_number, require_tensor
+from opzoo.ops._common import differentiable, pair, register_fake, require_flag, require_number, require_tensor
 from opzoo.ops._roi_checks import (
+    BOX_DTYPES,
     check_argmax,
     check_boxes,
     check_features,
@@ -84,7 +85,7 @@ def roi_align(
     height, width = pair("roi_align", "output_size", output_size)
     require_number("roi_align", "spatial_scale", spatial_scale)
     require_number("roi_align", "sampling_ratio", sampling_ratio, "__index__")
-    aligned = bool(aligned)
+    aligned = require_flag("roi_align", "aligned", aligned)
     batch_index = None
     if not isinstance(boxes, Tensor):
         boxes, batch_index = _concatenate("roi_align", input, boxes)
@@ -147,6 +148,10 @@ def _concatenate(op: str, input: Tensor, boxes: Sequence[Tensor]) -> tuple[Tenso
             raise TypeError(f"opzoo::{op}: boxes[{i}] must be a tensor, got {type(t).__name__}")
         if t.dim() != 2 or t.shape[1] != 4:
             raise RuntimeError(f"opzoo::{op}: boxes[{i}] must have shape [L, 4], got {list(t.shape)}")
+        if t.layout != torch.strided or t.dtype not in BOX_DTYPES:
+            raise RuntimeError(
+                f"opzoo::{op}: boxes[{i}] must be dense, of a floating or integer dtype, got {t.dtype}, {t.layout}"
+            )
         if t.device != input.device:
             raise RuntimeError(
                 f"opzoo::{op}: boxes[{i}] must be on the device of input, {input.device}, got {t.device}"
@@ -216,6 +221,11 @@ def _fake_grad_input(
     check_numbers(op, grad.shape[2], grad.shape[3], scale, ratio)
     for size in sizes:
         torch._check_value(size >= 0, lambda: f"opzoo::{op}: grad_input sizes must not be negative, got {list(sizes)}")
+    if all(isinstance(size, int) for size in sizes):  # torch's own words for so much are of its strides
+        torch._check_value(
+            math.prod(max(size, 1) for size in sizes) < 2**60,
+            lambda: f"opzoo::{op}: grad_input sizes must be those of a tensor, got {list(sizes)}",
+        )
     check_boxes(op, "grad", grad, boxes, batch_index, n, empty_map(n, h, w))
     check_shape(op, "grad", grad, (boxes.shape[0], c))
     if not channels_last:
@@ -438,7 +448,7 @@ for _op, _fake in (
     ("_roi_align_max_backward", _fake_maximum_backward),
     ("_roi_align_max_sample", _fake_sample),
 ):
-    torch.library.register_fake(f"opzoo::{_op}", _fake, lib=LIBRARY)
+    register_fake(_op, _fake)
 
 
 def _average_to_map(*args: Any) -> Tensor:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._prims_common import alert_not_deterministic
 
-from opzoo._library import LIBRARY
-from opzoo.ops._common import differentiable, pair, require_number, require_tensor
+from opzoo.ops._common import differentiable, pair, register_fake, require_number, require_tensor
 from opzoo.ops.roi_align import _concatenate
 
 
@@ -171,8 +170,8 @@ def _derive_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return torch.where(known, won, 0), *(None,) * 6
 
 
-torch.library.register_fake("opzoo::roi_pool", _fake, lib=LIBRARY)
-torch.library.register_fake("opzoo::_roi_pool_backward", _fake_backward, lib=LIBRARY)
+register_fake("roi_pool", _fake)
+register_fake("_roi_pool_backward", _fake_backward)
 _backward = differentiable(
     torch.ops.opzoo._roi_pool_backward.default, inputs=(0,), save=_save_backward, backward=_derive_backward
 )

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opzoo._library import LIBRARY
-from opzoo.ops._common import differentiable, move_batch_first, require_number, require_tensor
+from opzoo.ops._common import differentiable, move_batch_first, register_fake, require_number, require_tensor
 from opzoo.reference.sigmoid_focal_loss import sigmoid_focal_loss as _reference
 
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
@@ -92,6 +92,10 @@ class SigmoidFocalLoss(nn.Module):
 
 def _check(op: str, inputs: Tensor, targets: Tensor, alpha: float, gamma: float) -> None:
     shape = inputs.shape
+    torch._check(
+        inputs.dtype in _FLOATS,
+        lambda: f"opzoo::{op}: inputs must be float64, float32, float16 or bfloat16, got {inputs.dtype}",
+    )
     if targets.dtype == torch.int64:
         torch._check(
             inputs.dim() > 0, lambda: f"opzoo::{op}: inputs must have an axis of classes for class ids, got none"
@@ -136,7 +140,7 @@ def _slope(x: Tensor, targets: Tensor, alpha: float, gamma: float) -> Tensor:
     t = targets.to(x.dtype)
     p, not_p = torch.sigmoid(x), torch.sigmoid(-x)
     q = p * (1 - t) + not_p * t
-    cross_entropy = nn.functional.softplus(-x) * t + nn.functional.softplus(x) * (1 - t)
+    cross_entropy = -nn.functional.logsigmoid(x) * t - nn.functional.logsigmoid(-x) * (1 - t)
     scale = alpha * t + (1 - alpha) * (1 - t) if alpha >= 0 else 1
     inner = gamma * q ** (gamma - 1) * (1 - 2 * t) * p * not_p * cross_entropy if gamma else 0
     return scale * (inner + q**gamma * (p * (1 - t) - not_p * t))
@@ -190,8 +194,8 @@ def _vmap_backward(info: Any, in_dims: Any, *args: Any) -> tuple[Tensor, int]:
     return _backward(*_leading(info, in_dims, args)), 0
 
 
-torch.library.register_fake("opzoo::sigmoid_focal_loss", _fake, lib=LIBRARY)
-torch.library.register_fake("opzoo::_sigmoid_focal_loss_backward", _fake_backward, lib=LIBRARY)
+register_fake("sigmoid_focal_loss", _fake)
+register_fake("_sigmoid_focal_loss_backward", _fake_backward)
 _forward = differentiable(
     torch.ops.opzoo.sigmoid_focal_loss.default, inputs=(0,), save=_save, backward=_derive, vmap=_vmap
 )

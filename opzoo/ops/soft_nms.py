@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opzoo._library import LIBRARY
-from opzoo.ops._common import require_number, require_tensor
+from opzoo.ops._common import register_fake, require_number, require_tensor
 
 _METHODS = {"naive": 0, "linear": 1, "gaussian": 2}
 
@@ -206,8 +206,8 @@ def _refuse_vmap(*args: Any) -> Any:
     )
 
 
-torch.library.register_fake("opzoo::soft_nms", _fake_soft_nms, lib=LIBRARY)
-torch.library.register_fake("opzoo::batched_soft_nms", _fake_batched_soft_nms, lib=LIBRARY)
+register_fake("soft_nms", _fake_soft_nms)
+register_fake("batched_soft_nms", _fake_batched_soft_nms)
 for _name in ("soft_nms", "batched_soft_nms"):
     LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")  # no derivative, by definition
     LIBRARY.impl(_name, _refuse_vmap, "FuncTorchBatched")

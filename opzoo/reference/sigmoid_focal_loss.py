@@ -23,7 +23,8 @@ def sigmoid_focal_loss(
         targets = targets.unsqueeze(-1) == torch.arange(inputs.shape[-1], device=inputs.device)
     t = targets.to(inputs.dtype)
     p = torch.sigmoid(inputs)
-    cross_entropy = F.softplus(-inputs) * t + F.softplus(inputs) * (1 - t)
+    # -log(p) and -log(1 - p); softplus would drop exp(-x) beyond 20.
+    cross_entropy = -F.logsigmoid(inputs) * t - F.logsigmoid(-inputs) * (1 - t)
     loss = cross_entropy * (p * (1 - t) + torch.sigmoid(-inputs) * t) ** gamma
     if alpha >= 0:
         loss = loss * (alpha * t + (1 - alpha) * (1 - t))

@@ -116,6 +116,8 @@ AddInput read_number(const Tensor& t) {
 }  // namespace
 
 AddPlan plan_add(const Tensor& a, const Tensor& b, double alpha) {
+  check_defined("add", "a", a);
+  check_defined("add", "b", b);
   const bool number_a = is_number(a) && !is_number(b);
   const bool number_b = is_number(b);
   const Tensor& reference = number_a ? b : a;

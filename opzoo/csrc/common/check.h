@@ -88,7 +88,13 @@ inline bool is_integer(ScalarType dtype) {
          dtype == ScalarType::Char || dtype == ScalarType::Byte;
 }
 
+// The dispatcher lets None pass for a tensor.
+inline void check_defined(const char* op, const char* name, const Tensor& t) {
+  OPZOO_CHECK(t.defined(), op, name, " must be a tensor, got None");
+}
+
 inline void check_floating(const char* op, const char* name, const Tensor& t) {
+  check_defined(op, name, t);
   OPZOO_CHECK(is_floating(t.scalar_type()),
               op,
               name,
@@ -124,6 +130,8 @@ inline void check_same_device(const char* op,
                               const Tensor& t,
                               const char* reference_name,
                               const Tensor& reference) {
+  check_defined(op, name, t);
+  check_defined(op, reference_name, reference);
   OPZOO_CHECK(t.is_cpu() == reference.is_cpu() && t.is_cuda() == reference.is_cuda() &&
                   t.get_device_index() == reference.get_device_index(),
               op,

@@ -26,7 +26,8 @@
 //
 // Memory beyond the result is bounded: columns exist for a chunk of pixels at a time. Everything is
 // written once, in an order that does not depend on the threads, except the gradient of input on
-// CUDA, which is summed by atomics. No torch in this file.
+// CUDA, which is summed by atomics, and the matrix products on the CPU: torch's, whose sums depend
+// on the number of threads, not on the run. No torch in this file.
 #pragma once
 
 #include "common/bilinear.h"

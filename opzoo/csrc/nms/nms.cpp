@@ -7,6 +7,9 @@
 namespace opzoo {
 namespace {
 
+// Results of nms_padded are as long as max_output says. Beyond this it is taken for a mistake.
+constexpr int64_t kMaxPaddedOutput = INT32_MAX;
+
 void check_number_dtype(const char* op, const char* name, const Tensor& t) {
   const ScalarType dtype = t.scalar_type();
   OPZOO_CHECK(is_floating(dtype) || is_integer(dtype),
@@ -53,8 +56,12 @@ ScoreLimit limit_as(double threshold) {
 int64_t flatten_images(Tensor& t, int64_t own) {
   const int64_t leading = t.dim() - own;
   if (leading == 0) return 0;
-  if (leading > 1) t = opzoo::contiguous(t);
-  return t.stride(leading - 1);
+  if (leading == 1) return t.stride(0);
+  t = opzoo::contiguous(t);
+  // Not a stride of t: torch calls a tensor contiguous whatever the strides of its axes of size 1.
+  int64_t step = 1;
+  for (int64_t axis = leading; axis < t.dim(); ++axis) step *= t.size(axis);
+  return step;
 }
 
 NmsPlan plan(const char* op,
@@ -149,6 +156,12 @@ NmsPlan plan_nms_padded(const Tensor& boxes,
               op,
               "boxes must have shape [..., N, 4], got ",
               shape(boxes));
+  OPZOO_CHECK_VALUE(max_output <= kMaxPaddedOutput,
+                    op,
+                    "max_output must be at most ",
+                    kMaxPaddedOutput,
+                    ", got ",
+                    max_output);
   return plan(op, boxes, scores, idxs, iou_threshold, score_threshold, max_output);
 }
 

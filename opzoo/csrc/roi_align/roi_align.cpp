@@ -158,6 +158,7 @@ void bind_argmax(const char* op,
                  const Tensor& features,
                  const char* features_name,
                  RoIAlignParams& p) {
+  check_defined(op, "argmax", argmax);
   OPZOO_CHECK(argmax.scalar_type() == ScalarType::Long,
               op,
               "argmax must have dtype int64, got ",
