@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torchvision
 from helpers import detector_boxes
+from peers import torchvision
 from torch import Tensor
 
 THRESHOLDS = (0, 0.3, 0.5, 0.7, 1)

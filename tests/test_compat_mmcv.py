@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torchvision
+from peers import torchvision
 
 pytest.importorskip("mmcv", reason="needs mmcv-lite")
 compat = pytest.importorskip("opzoo.compat.mmcv")

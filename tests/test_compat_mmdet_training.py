@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("mmdet", reason="needs mmdet, mmengine and mmcv-lite")
@@ -18,6 +17,7 @@ pytest.importorskip("mmdet", reason="needs mmdet, mmengine and mmcv-lite")
 import cv2
 import mmcv
 import mmdet
+import numpy as np
 
 ROOT = Path(__file__).parents[1]
 TOOLS = Path(mmdet.__file__).parent / ".mim" / "tools"

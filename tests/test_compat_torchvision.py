@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torchvision
-from torchvision.models import detection
-from torchvision.ops import RoIAlign, boxes
+from peers import torchvision
 
 import opzoo
 from opzoo.compat import torchvision as compat
+
+detection = torchvision.models.detection
+RoIAlign, boxes = torchvision.ops.RoIAlign, torchvision.ops.boxes
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
-import torchvision
 from deform_layers import CPU, LAYERS, Layer, by_layer, call, gradients, masked
 from helpers import FLOATS, HALVES, assert_as_good_as
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from peers import torchvision
 
 import opzoo
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import torchvision
 from deform_layers import LAYERS, Layer, call, gradients
 from helpers import FLOATS
+from peers import torchvision
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import opzoo

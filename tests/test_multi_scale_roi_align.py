@@ -6,12 +6,11 @@ from collections import OrderedDict
 
 import pytest
 import torch
-import torchvision
 from helpers import HALVES, assert_as_good_as
 from hypothesis import given
 from hypothesis import strategies as st
+from peers import torchvision
 from roi_inputs import close
-from torchvision.ops.poolers import LevelMapper, _setup_scales
 
 import opzoo
 from opzoo import reference
@@ -19,6 +18,7 @@ from opzoo.ops.multi_scale_roi_align import _infer_scales, _number_of_map
 
 NAN, INF = float("nan"), float("inf")
 SCALES = [0.25, 0.125, 0.0625, 0.03125]
+LevelMapper, _setup_scales = torchvision.ops.poolers.LevelMapper, torchvision.ops.poolers._setup_scales
 IMAGES = [(128, 192), (120, 180)]
 
 

@@ -7,8 +7,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
-import torchvision
 from helpers import error_against
+from peers import torchvision
 from roi_inputs import close
 
 import opzoo

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
-import torchvision
 from helpers import FLOATS, HALVES, detector_boxes
 from hypothesis import given
 from hypothesis import strategies as st
 from nms_inputs import EXACT_THRESHOLDS, INF, LAYOUTS, NAN, THRESHOLDS, per_class_torchvision
+from peers import torchvision
 from torch import Tensor
 
 import opzoo

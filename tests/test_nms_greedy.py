@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torchvision
 from helpers import detector_boxes
 from nms_inputs import EXACT_THRESHOLDS, LAYOUTS, THRESHOLDS, greedy, per_class_torchvision
+from peers import torchvision
 from torch import Tensor
 
 import opzoo

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torchvision
 from helpers import HALVES, assert_as_good_as, detector_boxes, error_against
 from hypothesis import given
 from hypothesis import strategies as st
+from peers import torchvision
 from roi_inputs import box, close, make_boxes, make_map
 
 import opzoo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torchvision
+from peers import torchvision
 from roi_inputs import box, close, make_boxes, make_map
 
 import opzoo

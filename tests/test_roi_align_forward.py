@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torchvision
 from helpers import HALVES, assert_as_good_as, detector_boxes, error_against
+from peers import torchvision
 from roi_inputs import close, make_map
 
 import opzoo

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torchvision
 from helpers import FLOATS, detector_boxes
+from peers import torchvision
 
 import opzoo
 
