@@ -271,3 +271,23 @@ def test_wrong_types_are_named():
         opzoo.nms_padded(boxes, scores, 0.5, 3, idxs=[1] * 5)
     with pytest.raises(TypeError, match="opzoo::nms_match: boxes must be a tensor, got list"):
         opzoo.nms_match([], scores, 0.5)
+
+
+def test_images_of_any_stride():
+    """An axis of one image may have any stride: it says nothing of where the next image lies."""
+    values = torch.rand(2, 3, 4)
+    values[..., 2:] += values[..., :2]
+    for stride in (1, 999, 2**40):
+        boxes = torch.as_strided(values, (2, 1, 3, 4), (12, stride, 4, 1))
+        scores = torch.as_strided(torch.rand(6), (2, 1, 3), (3, stride, 1))
+        idxs = torch.as_strided(torch.tensor([0, 1, 0, 1, 1, 0]), (2, 1, 3), (3, stride, 1))
+        result = opzoo.nms_padded(boxes, scores, 0.3, 3, idxs=idxs)
+        expected = opzoo.reference.nms_padded(boxes, scores, 0.3, 3, idxs=idxs)
+        assert all(torch.equal(got, wanted) for got, wanted in zip(result, expected, strict=True))
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "meta"])
+def test_max_output_has_a_limit(device_type):
+    boxes, scores = torch.rand(5, 4, device=device_type), torch.rand(5, device=device_type)
+    with pytest.raises(ValueError, match="opzoo::nms_padded: max_output must be at most 2147483647, got 2147483648"):
+        opzoo.nms_padded(boxes, scores, 0.5, 2**31)
