@@ -142,7 +142,7 @@ def test_one_tensor_as_two_operands(device):
 @pytest.mark.parametrize("part", [(slice(None), slice(None), slice(1, 5), slice(1, None, 2)), (slice(None, None, 2),)])
 def test_second_derivatives_of_strided_operands(part, device):
     """No stride that the kernels take is refused by the reference."""
-    x, offset, weight, bias, mask = operands(device)
+    _, offset, weight, *_ = operands(device)
     wide = torch.randn(2, 4, 6, 11, device=device, dtype=torch.float64)[part]
     wide = wide.transpose(2, 3).detach().requires_grad_()
     out = torch.autograd.grad(opzoo.deform_conv2d(wide, *like(wide, offset, weight)).square().sum(), wide)
