@@ -167,8 +167,9 @@ def test_sanitizer_flags_find_faults(body: str, tmp_path: Path) -> None:
 
 def test_sanitizer_runs_every_operator() -> None:
     tool = _tool("sanitize")
-    suite, *campaign = tool.commands(tool.operators(), 10, 0)
-    assert [command[2] for command in campaign] == tool.operators()
+    suite, *hostility, campaign = tool.commands(tool.operators(), 10, 0)
+    assert [command[2] for command in hostility] == tool.operators()
+    assert campaign[1].endswith("campaign.py")
     assert all(any(f"test_{op}.py" in word for word in suite) for op in tool.operators())
 
 
