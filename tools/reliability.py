@@ -36,8 +36,8 @@ an error of the documented kind that names the operator. On the CPU cases run in
 read.
 
 On an H200, before the present form of these tools (commit e1f3d85, December 2026), the suite of 5149 CUDA tests
-passed but for 9 failures mended since, and compute-sanitizer's memcheck (0 errors) and racecheck (0 hazards) ran over small shapes of
-every operator.
+passed but for 9 failures mended since, and compute-sanitizer's memcheck (0 errors) and racecheck (0 hazards) ran over
+small shapes of every operator.
 """
 
 # Where the answer need not be the reference's: operator, what is not compared, why.
