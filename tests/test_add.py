@@ -269,3 +269,20 @@ def test_vmap_promotes_as_the_loop(dtypes):
 def test_meta_tensors():
     a = torch.empty(3, 4, device="meta")
     assert opzoo.add(a, a).device.type == "meta" and opzoo.matmul(a, a.mT).shape == (3, 3)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_numbers_under_vmap_keep_their_precision(dtype):
+    a = torch.randn(4, 3).to(dtype)
+    for call in (lambda t: opzoo.add(t, 0.26), lambda t: opzoo.add(1e-3, t, alpha=3), lambda t: opzoo.add(t.sum(), 2)):
+        assert torch.equal(torch.func.vmap(call)(a), torch.stack([call(t) for t in a]))
+
+
+def test_fake_kernel_refuses_the_same():
+    meta = torch.empty(2, 3, device="meta")
+    with pytest.raises(RuntimeError, match=r"opzoo::add: a and b must broadcast, got shapes \[2, 3\] and \[2\]"):
+        opzoo.add(meta, meta[:, 0])
+    with pytest.raises(RuntimeError, match="opzoo::add: b must have a floating, int8 to int64, uint8 or bool dtype"):
+        opzoo.add(meta, meta.to(torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match="opzoo::add: alpha must be an integer for a result of dtype"):
+        opzoo.add(meta.long(), meta.long(), alpha=0.5)

@@ -197,3 +197,11 @@ def test_determinism_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     case = contract_cases()[0]
     monkeypatch.setattr(determinism, "forward_backward", lambda *args: ([torch.rand(3)], []))
     assert determinism.differing(case, torch.float32, CPU, runs=4)
+
+
+def test_foreign_arguments_of_matmul_are_named() -> None:
+    a = torch.ones(1, 2, 2)
+    with pytest.raises(RuntimeError, match="opzoo::matmul: b must be dense"):
+        opzoo.matmul(a.expand(3, 2, 2), a.to_sparse())
+    with pytest.raises(ValueError, match="opzoo::matmul: precision must be None or one of"):
+        opzoo.matmul(a, a, precision=[])  # type: ignore[arg-type]

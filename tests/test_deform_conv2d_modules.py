@@ -156,3 +156,26 @@ def like(x, offset, weight):
     """Offsets all alike, and the weight, for a map of this size."""
     N, _, H, W = x.shape
     return offset.detach().mean().expand(N, offset.shape[1], H - 1, W - 1), weight.detach()
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_packs_on_meta_and_their_errors(pack):
+    module = pack(4, 6, 3)
+    assert module.to("meta")(torch.empty(2, 4, 5, 6, device="meta")).shape == (2, 6, 3, 4)
+    module = pack(4, 6, 3)
+    for input, words in (
+        (torch.ones(4, 5, 5), "input must be dense of shape"),
+        (torch.ones(1, 3, 5, 5), "input must be dense of shape"),
+        (torch.ones(1, 4, 5, 5).long(), "input must be floating and on the device of the parameters"),
+        (torch.ones(1, 4, 5, 5, device="meta"), "input must be floating and on the device of the parameters"),
+        (torch.ones(1, 4, 0, 5), "input and weight must have between 1 and"),
+    ):
+        with pytest.raises(RuntimeError, match=f"opzoo::deform_conv2d: {words}"):
+            module(input)
+
+
+def test_make_offset_refuses():
+    half = torch.ones(1, 2, 1, 1)
+    for odd in (half.to("meta"), half.to_sparse(), half.long(), half.to(torch.float8_e4m3fn)):
+        with pytest.raises(RuntimeError, match="opzoo::make_offset: dx must be dense, float64"):
+            opzoo.make_offset(half, odd)

@@ -201,3 +201,19 @@ def test_first_offsets_of_the_module():
     torch.testing.assert_close(offsets[:, 2, 0], corners.float(), atol=1e-6, rtol=0)
     torch.testing.assert_close(offsets[:, 0, 3], 4.0 * corners, atol=1e-5, rtol=0)
     assert not module.sampling_offsets.weight.any() and not module.attention_weights.weight.any()
+
+
+def test_layer_with_no_queries_and_its_errors():
+    module = opzoo.MultiScaleDeformableAttention(8, 2, 1, 2, batch_first=True)
+    query, memory, points = torch.randn(2, 3, 8), torch.randn(2, 6, 8), torch.rand(2, 3, 1, 2)
+    levels = {"spatial_shapes": torch.tensor([[2, 3]]), "level_start_index": torch.tensor([0])}
+    assert module(query[:, :0], value=memory, reference_points=points[:, :0], **levels).shape == (2, 0, 8)
+    for change, words in (
+        ({"query": query[..., :5]}, "query must have 3 axes, 8 channels"),
+        ({"value": memory.double()}, "value must have the dtype of the parameters"),
+        ({"value": memory.to("meta")}, "value must be dense and on the device of the parameters"),
+        ({"reference_points": points[0]}, "reference_points must have shape"),
+        ({"spatial_shapes": torch.ones(1, 2)}, "spatial_shapes must be int64 of shape"),
+    ):
+        with pytest.raises(RuntimeError, match=f"opzoo::ms_deform_attn: {words}"):
+            module(**{"query": query, "value": memory, "reference_points": points, **levels, **change})

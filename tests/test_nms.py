@@ -30,7 +30,7 @@ def test_nms_matches_reference_and_torchvision(device, layout, threshold):
         boxes, scores = LAYOUTS[layout](n).to(device), torch.rand(n).to(device)
         result = opzoo.nms(boxes, scores, threshold)
         assert result.device == boxes.device
-        assert_kept(result, opzoo.reference.nms(boxes, scores, threshold))
+        assert_kept(result, opzoo.reference.nms(boxes.cpu(), scores.cpu(), threshold))
         if threshold in EXACT_THRESHOLDS:
             assert_kept(result, torchvision.ops.nms(boxes.cpu(), scores.cpu(), threshold))
 
@@ -43,7 +43,7 @@ def test_batched_nms_matches_reference_and_torchvision(device, layout, classes):
     idxs = torch.randint(classes, (n,), device=device)
     for threshold in THRESHOLDS:
         result = opzoo.batched_nms(boxes, scores, idxs, threshold)
-        assert_kept(result, opzoo.reference.batched_nms(boxes, scores, idxs, threshold))
+        assert_kept(result, opzoo.reference.batched_nms(boxes.cpu(), scores.cpu(), idxs.cpu(), threshold))
         if threshold in EXACT_THRESHOLDS:
             assert_kept(result, per_class_torchvision(boxes, scores, idxs, threshold))
 
@@ -94,9 +94,9 @@ def test_every_mix_of_dtypes(device, boxes_dtype, scores_dtype):
     scores = (torch.rand(150) * 100).to(device, scores_dtype)  # many ties in the narrow types
     idxs = torch.randint(3, (150,), device=device)
     for threshold in THRESHOLDS:
-        assert_kept(opzoo.nms(boxes, scores, threshold), opzoo.reference.nms(boxes, scores, threshold))
+        assert_kept(opzoo.nms(boxes, scores, threshold), opzoo.reference.nms(boxes.cpu(), scores.cpu(), threshold))
         result = opzoo.batched_nms(boxes, scores, idxs, threshold)
-        assert_kept(result, opzoo.reference.batched_nms(boxes, scores, idxs, threshold))
+        assert_kept(result, opzoo.reference.batched_nms(boxes.cpu(), scores.cpu(), idxs.cpu(), threshold))
     # The dtype only stores: the same boxes in the type they are compared in give the same result.
     wide = boxes.to(torch.float64 if boxes_dtype in (torch.int64, torch.int32) else boxes_dtype).to(
         torch.float64 if boxes_dtype in (torch.float64, torch.int64, torch.int32) else torch.float32
@@ -171,7 +171,7 @@ def test_order_of_special_scores(device, dtype):
     boxes = torch.stack([x, 0 * x, x + 1, 0 * x + 1], 1)
     result = opzoo.nms(boxes, scores, 0.5)
     assert result.tolist() == [5, 3, 9, 2, 4, 10, 7, 1, 8, 0, 6]
-    assert_kept(result, opzoo.reference.nms(boxes, scores, 0.5))
+    assert_kept(result, opzoo.reference.nms(boxes.cpu(), scores.cpu(), 0.5))
 
 
 def test_extreme_integer_scores(device):
@@ -221,7 +221,7 @@ def test_bad_rows_are_kept_and_change_no_other_box(device, row, threshold):
     ):
         assert_kept(result[~bad[result]], good[without])
         assert int(bad[result].sum()) == 20
-    assert_kept(opzoo.nms(boxes, scores, threshold), opzoo.reference.nms(boxes, scores, threshold))
+    assert_kept(opzoo.nms(boxes, scores, threshold), opzoo.reference.nms(boxes.cpu(), scores.cpu(), threshold))
 
 
 # Layouts in memory
@@ -330,6 +330,6 @@ def _box_sets(draw):
 def test_any_set_matches_the_reference(sets, threshold, dtype):
     boxes, scores, idxs = sets
     boxes = boxes.to(dtype)
-    assert_kept(opzoo.nms(boxes, scores, threshold), opzoo.reference.nms(boxes, scores, threshold))
+    assert_kept(opzoo.nms(boxes, scores, threshold), opzoo.reference.nms(boxes.cpu(), scores.cpu(), threshold))
     result = opzoo.batched_nms(boxes, scores, idxs, threshold)
-    assert_kept(result, opzoo.reference.batched_nms(boxes, scores, idxs, threshold))
+    assert_kept(result, opzoo.reference.batched_nms(boxes.cpu(), scores.cpu(), idxs.cpu(), threshold))

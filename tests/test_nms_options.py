@@ -96,8 +96,10 @@ def test_padded_equals_one_call_per_image(device, batch, n):
             assert indices.device == count.device == boxes.device
             assert indices.shape == (*batch, max_output) and count.shape == batch
             assert indices.is_contiguous() and count.is_contiguous()
-            expected = opzoo.reference.nms_padded(boxes, scores, 0.5, max_output, **options)
-            assert torch.equal(indices, expected[0]) and torch.equal(count, expected[1])
+            if classes is not None:
+                options["idxs"] = classes.cpu()
+            expected = opzoo.reference.nms_padded(boxes.cpu(), scores.cpu(), 0.5, max_output, **options)
+            assert torch.equal(indices.cpu(), expected[0]) and torch.equal(count.cpu(), expected[1])
     if batch == (3,) and n:
         for image in range(3):
             kept = opzoo.batched_nms(boxes[image], scores[image], idxs[image], 0.5)
@@ -203,7 +205,7 @@ def test_match_gives_every_box_to_its_first_suppressor(device, layout):
     boxes, scores = LAYOUTS[layout](150).to(device), (torch.rand(150) * 50).round().to(device)
     for threshold in (0, 0.3, 0.5, 1):
         groups = opzoo.nms_match(boxes, scores, threshold)
-        expected = opzoo.reference.nms_match(boxes, scores, threshold)
+        expected = opzoo.reference.nms_match(boxes.cpu(), scores.cpu(), threshold)
         assert [group.tolist() for group in groups] == [group.tolist() for group in expected]
         assert [int(group[0]) for group in groups] == opzoo.nms(boxes, scores, threshold).tolist()
         assert sorted(torch.cat(groups).tolist()) == list(range(150))
@@ -271,3 +273,23 @@ def test_wrong_types_are_named():
         opzoo.nms_padded(boxes, scores, 0.5, 3, idxs=[1] * 5)
     with pytest.raises(TypeError, match="opzoo::nms_match: boxes must be a tensor, got list"):
         opzoo.nms_match([], scores, 0.5)
+
+
+def test_images_of_any_stride():
+    """An axis of one image may have any stride: it says nothing of where the next image lies."""
+    values = torch.rand(2, 3, 4)
+    values[..., 2:] += values[..., :2]
+    for stride in (1, 999, 2**40):
+        boxes = torch.as_strided(values, (2, 1, 3, 4), (12, stride, 4, 1))
+        scores = torch.as_strided(torch.rand(6), (2, 1, 3), (3, stride, 1))
+        idxs = torch.as_strided(torch.tensor([0, 1, 0, 1, 1, 0]), (2, 1, 3), (3, stride, 1))
+        result = opzoo.nms_padded(boxes, scores, 0.3, 3, idxs=idxs)
+        expected = opzoo.reference.nms_padded(boxes, scores, 0.3, 3, idxs=idxs)
+        assert all(torch.equal(got, wanted) for got, wanted in zip(result, expected, strict=True))
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "meta"])
+def test_max_output_has_a_limit(device_type):
+    boxes, scores = torch.rand(5, 4, device=device_type), torch.rand(5, device=device_type)
+    with pytest.raises(ValueError, match="opzoo::nms_padded: max_output must be at most 2147483647, got 2147483648"):
+        opzoo.nms_padded(boxes, scores, 0.5, 2**31)

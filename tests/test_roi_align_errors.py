@@ -219,3 +219,12 @@ def test_inputs_that_crashed_other_libraries():
     """In a process of its own, so that a fault is this test's failure and not the run's end."""
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(CRASHERS)], capture_output=True, text=True, timeout=120)
     assert run.stdout.strip() == "survived", (run.returncode, run.stdout, run.stderr[-2000:])
+
+
+def test_foreign_arguments_are_named():
+    image, boxes = torch.ones(1, 1, 4, 4), torch.zeros(1, 4)
+    with pytest.raises(TypeError, match="opzoo::roi_align: aligned must be a bool, got a tensor"):
+        opzoo.roi_align(image, [boxes], 2, aligned=torch.ones(2))
+    for odd in (boxes.to_sparse(), boxes.to(torch.float8_e4m3fn)):
+        with pytest.raises(RuntimeError, match=r"opzoo::roi_align: boxes\[0\] must be dense, of a floating or integer"):
+            opzoo.roi_align(image, [odd], 2)

@@ -154,3 +154,21 @@ def test_errors(device):
         opzoo.sigmoid_focal_loss(torch.zeros(3, dtype=torch.int64, device=device), x)
     with pytest.raises(RuntimeError, match="opzoo::sigmoid_focal_loss: inputs must have an axis of classes"):
         opzoo.sigmoid_focal_loss(x.sum(), torch.zeros(3, dtype=torch.int64, device=device))
+
+
+def test_large_logits_keep_their_digits():
+    """Labels between 0 and 1: beyond x = 20 exp(-x) still counts in float64, in the reference and twice derived."""
+    x = torch.tensor([21.0, -23.0], dtype=torch.float64, requires_grad=True)
+    t = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    exact = torch.log1p(torch.exp(-x.abs())) + 0.5 * x.abs()
+    for loss in (opzoo.reference.sigmoid_focal_loss, opzoo.sigmoid_focal_loss):
+        torch.testing.assert_close(loss(x, t, -1, 0), exact, rtol=1e-14, atol=0)
+    first = torch.autograd.grad(opzoo.sigmoid_focal_loss(x, t, -1, 2.0).sum(), x, create_graph=True)[0]
+    kernel = torch.autograd.grad(opzoo.sigmoid_focal_loss(x, t, -1, 2.0).sum(), x)[0]
+    torch.testing.assert_close(first, kernel, rtol=1e-13, atol=0)
+
+
+def test_fake_kernel_wants_floats():
+    meta = torch.empty(2, 3, device="meta", dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="opzoo::sigmoid_focal_loss: inputs must be float64, float32"):
+        opzoo.sigmoid_focal_loss(meta, meta)

@@ -167,6 +167,18 @@ def test_sanitizer_flags_find_faults(body: str, tmp_path: Path) -> None:
 
 def test_sanitizer_runs_every_operator() -> None:
     tool = _tool("sanitize")
-    suite, *campaign = tool.commands(tool.operators(), 10, 0)
-    assert [command[2] for command in campaign] == tool.operators()
+    suite, *hostility, campaign = tool.commands(tool.operators(), 10, 0)
+    assert [command[2] for command in hostility] == tool.operators()
+    assert campaign[1].endswith("campaign.py")
     assert all(any(f"test_{op}.py" in word for word in suite) for op in tool.operators())
+
+
+def test_reliability_page_is_that_of_the_script() -> None:
+    page = TOOLS.parent / "docs" / "reliability.md"
+    assert page.read_text(encoding="utf-8") == _tool("reliability").page(), "run python tools/reliability.py"
+
+
+def test_every_fault_has_its_test() -> None:
+    for row in _tool("reliability").rows("faults"):
+        path, name = row["test"].split("::")
+        assert f"def {name}(" in (TOOLS.parent / path).read_text(), row["test"]

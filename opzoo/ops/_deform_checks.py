@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from opzoo.ops._common import require_tensor
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MAX_EXTENT = 2**31 - 1
@@ -105,3 +107,37 @@ def empty_image(shape: tuple[int, ...], like: Tensor) -> Tensor:
     channels_last = not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last)
     memory_format = torch.channels_last if channels_last and shape[1] > 0 else torch.contiguous_format
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory_format)
+
+
+def check_branch(input: Tensor, conv: nn.Conv2d) -> None:
+    """What the convolution that makes offsets would refuse in words of its own."""
+    op, weight, channels = "deform_conv2d", conv.weight, conv.in_channels
+    require_tensor(op, "input", input)
+    dense = input.dim() == 4 and input.shape[1] == channels and input.layout == torch.strided
+    _check(op, dense, f"input must be dense of shape [N, {channels}, H, W], got {list(input.shape)} ({input.layout})")
+    for axis, name in enumerate(("height", "width")):
+        padding = conv.padding[axis]
+        assert isinstance(padding, int)
+        size, kernel = input.shape[2 + axis], conv.kernel_size[axis]
+        output_size(op, name, size, kernel, conv.stride[axis], padding, conv.dilation[axis])
+    _check(
+        op,
+        input.is_floating_point() and input.device == weight.device,
+        f"input must be floating and on the device of the parameters, {weight.device}, got {input.dtype} on "
+        f"{input.device}",
+    )
+
+
+def check_halves(dy: Tensor, dx: Tensor) -> None:
+    op = "make_offset"
+    require_tensor(op, "dy", dy)
+    require_tensor(op, "dx", dx)
+    same = dy.dim() == 4 and dy.shape == dx.shape
+    _check(op, same, f"dy and dx must have 4 axes, the same, got {list(dy.shape)} and {list(dx.shape)}")
+    for name, t in (("dy", dy), ("dx", dx)):
+        _check(
+            op,
+            t.layout == torch.strided and t.device == dy.device and t.dtype in _FLOATS,
+            f"{name} must be dense, float64, float32, float16 or bfloat16 and on the device of dy, {dy.device}, "
+            f"got {t.layout}, {t.dtype} on {t.device}",
+        )

@@ -20,7 +20,7 @@ from opzoo.ops._common import (
     register_fake,
     require_tensor,
 )
-from opzoo.ops._deform_checks import _FLOATS, check_all, check_value, empty_image, output_size
+from opzoo.ops._deform_checks import check_all, check_branch, check_halves, check_value, empty_image
 from opzoo.ops.matmul import _torch_precision
 from opzoo.reference.deform_conv2d import deform_conv2d as _reference
 
@@ -257,33 +257,9 @@ class DeformConv2dPack(DeformConv2d):
         nn.init.zeros_(self.conv_offset.bias)
 
     def _branch(self, input: Tensor) -> Tensor:
-        self._check(input)
-        maps: Tensor
-        input = input.to(self.conv_offset.weight.dtype)
-        if not _autocast_enabled(input.device.type):
-            maps = self.conv_offset(input)
-            return maps
-        with torch.autocast(input.device.type, enabled=False):
-            maps = self.conv_offset(input)
-        return maps
-
-    def _check(self, input: Tensor) -> None:
-        """What the branch's convolution would refuse in words of its own."""
-        require_tensor("deform_conv2d", "input", input)
-        weight = self.conv_offset.weight
-        if input.dim() != 4 or input.shape[1] != self.in_channels or input.layout != torch.strided:
-            raise RuntimeError(
-                f"opzoo::deform_conv2d: input must be dense of shape [N, {self.in_channels}, H, W], got "
-                f"{list(input.shape)} ({input.layout})"
-            )
-        axes = zip(("height", "width"), input.shape[2:], self.kernel_size, self.stride, self.padding, strict=True)
-        for dilation, axis in zip(self.dilation, axes, strict=True):
-            output_size("deform_conv2d", *axis, dilation)
-        if not input.is_floating_point() or input.device != weight.device:
-            raise RuntimeError(
-                f"opzoo::deform_conv2d: input must be floating and on the device of the parameters, {weight.device}, "
-                f"got {input.dtype} on {input.device}"
-            )
+        check_branch(input, self.conv_offset)
+        with torch.autocast(input.device.type if _autocast_enabled(input.device.type) else "cpu", enabled=False):
+            return cast("Tensor", self.conv_offset(input.to(self.conv_offset.weight.dtype)))
 
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         """``Tensor[N, K, OH, OW]`` of ``Tensor[N, C, H, W]``."""
@@ -342,25 +318,13 @@ def make_offset(dy: Tensor, dx: Tensor) -> Tensor:
 
     Raises:
         TypeError: an argument is no tensor.
-        RuntimeError: shapes differ or are not those of four axes, devices differ, or a tensor is sparse or
-            no float64, float32, float16 or bfloat16.
+        RuntimeError: a tensor has the wrong rank, shape, dtype or device.
 
     Example:
         >>> opzoo.make_offset(torch.zeros(1, 2, 1, 1), torch.ones(1, 2, 1, 1)).flatten()
         tensor([0., 1., 0., 1.])
     """
-    require_tensor("make_offset", "dy", dy)
-    require_tensor("make_offset", "dx", dx)
-    if dy.dim() != 4 or dy.shape != dx.shape:
-        raise RuntimeError(
-            f"opzoo::make_offset: dy and dx must have 4 axes, the same, got {list(dy.shape)} and {list(dx.shape)}"
-        )
-    for name, t in (("dy", dy), ("dx", dx)):
-        if t.layout != torch.strided or t.device != dy.device or t.dtype not in _FLOATS:
-            raise RuntimeError(
-                f"opzoo::make_offset: {name} must be dense, float64, float32, float16 or bfloat16 and on the device of "
-                f"dy, {dy.device}, got {t.layout}, {t.dtype} on {t.device}"
-            )
+    check_halves(dy, dx)
     return torch.stack([dy, dx], 2).flatten(1, 2)
 
 
