@@ -15,6 +15,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -170,7 +171,9 @@ def run(name: str) -> dict[str, Any]:
     config = Config.fromfile(Path(mmdet.__file__).parent / ".mim" / "configs" / f"{name}.py")
     without_downloads(config.model)
     torch.manual_seed(0)
-    model = MODELS.build(config.model).train()
+    os.chdir(Path(mmdet.__file__).parent / ".mim")  # a config may name its teacher's, from here
+    model = MODELS.build(config.model)
+    model.train()  # that of a distilling detector returns None
     for counter in ("epoch", "iter"):
         MessageHub.get_current_instance().update_info(counter, 0)  # as the runner does
     for module in model.modules():
