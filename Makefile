@@ -26,7 +26,7 @@ build: $(VENV)/built
 $(VENV)/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade-strategy only-if-needed $(TORCH) "setuptools>=77" wheel ninja
-	$(BIN)/python tools/requirements.py test mmdet examples bench lint docs > $(VENV)/requirements.txt
+	$(BIN)/python tools/requirements.py test mmdet onnx examples bench lint docs > $(VENV)/requirements.txt
 	$(BIN)/python -m pip install -q -r $(VENV)/requirements.txt
 	touch $@
 

@@ -119,7 +119,10 @@ def test_matrix_rows() -> None:
     for spec in ("3.11", "3.11/", "3.11/numpy==2"):
         with pytest.raises(Exception, match="expected PYTHON/TORCH"):
             matrix.parse(spec)
-    good, bad = matrix.Row("3.11", "torch==2.14.1", "smoke: 30 passed", True), matrix.Row("3.1", "torch==2.11.0")
+    good, bad = (
+        matrix.Row("3.11", "torch==2.14.1", "numpy>=2", "smoke: 30 passed", True),
+        matrix.Row("3.1", "torch==2.11.0"),
+    )
     assert matrix.table([good, bad]).count("FAIL") == 1
 
 
