@@ -172,7 +172,7 @@ class MultiScaleDeformableAttention(nn.Module):
             A tensor of the shape of ``query``.
         """
         value = query if value is None else value
-        if problem := self._problem(query, value, reference_points, spatial_shapes, level_start_index):
+        if problem := _find_problem(self, query, value, reference_points, spatial_shapes, level_start_index):
             raise RuntimeError(f"opzoo::ms_deform_attn: {problem}")
         if reference_points.shape[-1] not in (2, 4):
             raise ValueError(
@@ -201,34 +201,37 @@ class MultiScaleDeformableAttention(nn.Module):
             output = output.transpose(0, 1)
         return self.dropout(output) + identity
 
-    def _problem(self, query: Tensor, value: Tensor, points: Tensor, shapes: Tensor, starts: Tensor) -> str | None:
-        """What the layers would refuse in words of their own."""
-        weight, batch = self.value_proj.weight, 0 if self.batch_first else 1
-        names = ("query", "value", "reference_points", "spatial_shapes", "level_start_index")
-        for name, t in zip(names, (query, value, points, shapes, starts), strict=True):
-            require_tensor("ms_deform_attn", name, t)
-            if t.device != weight.device or t.layout != torch.strided:
-                return f"{name} must be dense and on the device of the parameters, {weight.device}, got {t.device}"
-        for name, t in (("query", query), ("value", value)):
-            if t.dim() != 3 or t.shape[2] != self.embed_dims or t.shape[batch] != query.shape[batch]:
-                return f"{name} must have 3 axes, {self.embed_dims} channels, the batch of query, got {list(t.shape)}"
-            if t.dtype != weight.dtype and not (t.is_floating_point() and _autocast_enabled(t.device.type)):
-                return f"{name} must have the dtype of the parameters, {weight.dtype}, got {t.dtype}"
-        expected = (query.shape[batch], query.shape[1 - batch], self.num_levels)
-        if points.dim() != 4 or any(n not in (1, full) for n, full in zip(points.shape, expected, strict=False)):
-            return f"reference_points must have shape {[*expected, 2]} or {[*expected, 4]}, got {list(points.shape)}"
-        if points.dtype not in _FLOATS:
-            return f"reference_points must be float64, float32, float16 or bfloat16, got {points.dtype}"
-        if tuple(shapes.shape) != (self.num_levels, 2) or shapes.dtype != torch.int64:
-            levels = [self.num_levels, 2]
-            return f"spatial_shapes must be int64 of shape {levels}, got {shapes.dtype}, {list(shapes.shape)}"
-        return None
-
     def extra_repr(self) -> str:
         return (
             f"embed_dims={self.embed_dims}, num_heads={self.num_heads}, num_levels={self.num_levels}, "
             f"num_points={self.num_points}, batch_first={self.batch_first}"
         )
+
+
+def _find_problem(
+    layer: Any, query: Tensor, value: Tensor, points: Tensor, shapes: Tensor, starts: Tensor
+) -> str | None:
+    """What the layers would refuse in words of their own."""
+    weight, batch = layer.value_proj.weight, 0 if layer.batch_first else 1
+    names = ("query", "value", "reference_points", "spatial_shapes", "level_start_index")
+    for name, t in zip(names, (query, value, points, shapes, starts), strict=True):
+        require_tensor("ms_deform_attn", name, t)
+        if t.device != weight.device or t.layout != torch.strided:
+            return f"{name} must be dense and on the device of the parameters, {weight.device}, got {t.device}"
+    for name, t in (("query", query), ("value", value)):
+        if t.dim() != 3 or t.shape[2] != layer.embed_dims or t.shape[batch] != query.shape[batch]:
+            return f"{name} must have 3 axes, {layer.embed_dims} channels, the batch of query, got {list(t.shape)}"
+        if t.dtype != weight.dtype and not (t.is_floating_point() and _autocast_enabled(t.device.type)):
+            return f"{name} must have the dtype of the parameters, {weight.dtype}, got {t.dtype}"
+    expected = (query.shape[batch], query.shape[1 - batch], layer.num_levels)
+    if points.dim() != 4 or any(n not in (1, full) for n, full in zip(points.shape, expected, strict=False)):
+        return f"reference_points must have shape {[*expected, 2]} or {[*expected, 4]}, got {list(points.shape)}"
+    if points.dtype not in _FLOATS:
+        return f"reference_points must be float64, float32, float16 or bfloat16, got {points.dtype}"
+    if tuple(shapes.shape) != (layer.num_levels, 2) or shapes.dtype != torch.int64:
+        levels = [layer.num_levels, 2]
+        return f"spatial_shapes must be int64 of shape {levels}, got {shapes.dtype}, {list(shapes.shape)}"
+    return None
 
 
 def _check(
