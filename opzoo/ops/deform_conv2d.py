@@ -65,9 +65,11 @@ def deform_conv2d(
     Coordinates, interpolation and sums are float32 (float64 for float64 input) whatever the dtypes;
     float32 products on CUDA are TF32 where ``torch.backends.cuda.matmul.fp32_precision`` permits it.
     Under autocast ``input``, ``weight`` and ``bias`` are cast to autocast's dtype, which the output
-    has; ``offset`` and ``mask`` are used as given. (torchvision computes in float32 there.)
+    has; ``offset`` and ``mask`` are used as given. (torchvision computes in float32 there; for that call it
+    inside ``with torch.autocast(device_type, enabled=False)``, on ``input.float()`` where input is half.)
     Differentiable in reverse mode, by all five tensors, any number of times with ``create_graph=True`` (the
-    reference then takes the place of the kernels: right, and slow); vmap-able. Deterministic but for
+    reference then takes the place of the kernels: right, and slow); ``torch.func.grad`` of ``torch.func.grad``
+    and forward mode raise. vmap-able. Deterministic but for
     the gradient of ``input`` on CUDA, which sums in a varying order and raises under
     :func:`torch.use_deterministic_algorithms`. On the CPU the last bits depend on the number of threads,
     as those of torch's matrix products do.
@@ -176,6 +178,9 @@ class DeformConv2d(nn.Module):
 
         Args:
             conv: padded with zeros; ``padding="same"`` only where both sides get as much.
+
+        Raises:
+            ValueError: ``conv`` pads with something else, or more on one side.
         """
         return cls._from_conv(conv)
 
@@ -201,7 +206,9 @@ class DeformConv2dPack(DeformConv2d):
     """:class:`DeformConv2d` with an offset branch of its own, a convolution of the input.
 
     The branch starts at zero, so the module starts as an ordinary convolution. It runs outside autocast,
-    in the dtype of its parameters: offsets are coordinates. Parameters have mmcv's names.
+    in the dtype of its parameters: offsets are coordinates. The result has autocast's dtype all the same; for
+    float32 call the module inside ``with torch.autocast(device_type, enabled=False)``. Parameters have mmcv's
+    names.
 
     Args:
         in_channels: channels C of the input.
@@ -284,7 +291,8 @@ class ModulatedDeformConv2dPack(DeformConv2dPack):
     def from_conv(cls, conv: nn.Conv2d, offset_groups: int = 1) -> Self:
         """A module that computes what ``conv`` does, until its branch has learned something.
 
-        Its weight is twice that of ``conv``, which the mask of 0.5 takes back exactly; its bias is conv's own.
+        Its weight is twice that of ``conv``, which the mask of 0.5 takes back exactly: a new parameter, so build
+        the optimizer afterwards. Its bias is conv's own.
 
         Args:
             conv: padded with zeros.

@@ -55,7 +55,7 @@ def roi_align(
     grid and the mirrored window on a fixed one.
 
     fp64, fp32, fp16 and bf16; coordinates, weights and sums are fp32 (fp64 for fp64), whatever the
-    dtype of ``boxes``. Under autocast the result keeps ``input``'s dtype.
+    dtype of ``boxes``. Under autocast the result keeps ``input``'s dtype: pass ``input.float()`` for float32.
     Differentiable any number of times in ``input``, in both modes. With ``pool_mode="avg"`` once in
     ``boxes`` too, in reverse mode, the number of samples held constant; with ``"max"`` the backward of
     boxes that require a gradient raises NotImplementedError. vmap-able.
