@@ -232,6 +232,18 @@ def test_figures_in_words(page: Path) -> None:
     assert not invented(page.read_text(encoding="utf-8"), _recorded())
 
 
+@each_page
+def test_recorded_output(page: Path) -> None:
+    """What a lesson shows as the output of a program is what was measured with it."""
+    figures, _ = measure().read(CODE)
+    text = page.read_text(encoding="utf-8")
+    shown = re.findall(r"(.*?)^```text\n(GPU: .*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert shown or page.name != "add.md"
+    for before, output in shown:
+        program = re.findall(r"^build/(\w+)$", before, re.MULTILINE)[-1]
+        assert measure().parse(program, output) == [figure for figure in figures if figure.program == program]
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_figures_in_programs(program: str) -> None:
     """What the head of a program says it takes is what that program took."""
