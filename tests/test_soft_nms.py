@@ -318,6 +318,20 @@ def test_the_exponential_is_right_to_the_last_place(device):
             assert torch.equal(result, exact.float())
 
 
+@methods
+def test_an_infinite_score_whose_factor_is_zero_becomes_zero(device, method):
+    """Not NaN, which inf * 0 is."""
+    boxes = torch.tensor([[0.0, 0, 10, 10], [0, 0, 10, 10], [50, 50, 60, 60]], device=device)
+    scores = torch.tensor([INF, INF, 1.0], device=device)
+    idxs = torch.zeros(3, dtype=torch.int64, device=device)
+    for zoo in (opzoo, opzoo.reference):  # a sigma so small that the exponential is 0
+        for decayed, kept in (
+            zoo.soft_nms(boxes, scores, 0.5, 1e-30, 0.0, method),
+            zoo.batched_soft_nms(boxes, scores, idxs, 0.5, 1e-30, 0.0, method),
+        ):
+            assert decayed.tolist() == [INF, 1.0, 0.0] and kept.tolist() == [0, 2, 1]
+
+
 # Boxes that are no boxes
 
 BAD_ROWS = {

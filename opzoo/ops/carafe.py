@@ -40,7 +40,8 @@ def carafe(features: Tensor, masks: Tensor, kernel_size: int, group_size: int = 
         RuntimeError: a tensor has the wrong rank, shape, dtype or device.
 
     Features outside the map are 0. Sums are float32, float64 for float64. Under autocast the dtype of
-    ``features`` is kept, and ``masks`` follow it. Differentiable once, in ``features`` and ``masks``; vmap-able.
+    ``features`` is kept, and ``masks`` follow it: pass ``features.float()`` for float32. Differentiable once, in
+    ``features`` and ``masks``; vmap-able.
     Deterministic, forward and backward.
 
     Source: Wang et al., "CARAFE: Content-Aware ReAssembly of FEatures", ICCV 2019.

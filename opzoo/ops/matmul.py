@@ -38,7 +38,8 @@ def matmul(a: Tensor, b: Tensor, *, precision: str | None = None) -> Tensor:
         ValueError: an unknown precision.
 
     Sums are taken in float32 (float64 for float64) and rounded once. Under autocast both operands,
-    float64 apart, are cast to autocast's dtype, which is also the result's. Differentiable any
+    float64 apart, are cast to autocast's dtype, which is also the result's; for float32 call it inside
+    ``with torch.autocast(device_type, enabled=False)``, on float32 operands. Differentiable any
     number of times, in both modes; vmap-able; deterministic on both devices, forward and backward.
 
     Example:

@@ -51,8 +51,10 @@ def ms_deform_attn(
         RuntimeError: a tensor has the wrong rank, shape, dtype or device.
 
     A sample lies at pixel ``x * width - 0.5, y * height - 0.5``; pixels outside the map are zero. A NaN
-    location gives NaN. Locations and weights are used in float32 (float64 for float64), also beside a
-    half ``value``: float32 ones are better kept so. Under autocast ``value`` and the result have its dtype.
+    location gives NaN, unless its other coordinate is outside. Locations and weights are used in float32
+    (float64 for float64), also beside a half ``value``: float32 ones are better kept so. Under autocast
+    ``value`` is cast to its dtype, which the result has; for float32 call it on ``value.float()`` inside
+    ``with torch.autocast(device_type, enabled=False)``.
     Differentiable once, in ``value``, ``sampling_locations`` and ``attention_weights``; vmap-able. Forward and
     backward are deterministic on the CPU, and on CUDA but for the gradient to ``value``, which raises
     under ``torch.use_deterministic_algorithms(True)``.

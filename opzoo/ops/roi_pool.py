@@ -44,9 +44,9 @@ def roi_pool(
 
     A RoI is at least one pixel wide and high. A bin without pixels, and every bin of a box with a NaN or
     infinite coordinate, is 0; a NaN pixel wins its bin. Coordinates are float32 (float64 for float64),
-    whatever the dtype of ``boxes``. Under autocast ``input``'s dtype is kept. Differentiable any number of
-    times in ``input``; vmap raises. Deterministic but for the backward on CUDA, which raises under
-    ``torch.use_deterministic_algorithms(True)``.
+    whatever the dtype of ``boxes``. Under autocast ``input``'s dtype is kept: pass ``input.float()`` for
+    float32. Differentiable any number of times in ``input``, in reverse mode; forward mode and vmap raise.
+    Deterministic but for the backward on CUDA, which raises under ``torch.use_deterministic_algorithms(True)``.
 
     Source: Girshick, "Fast R-CNN", ICCV 2015; rounding as in torchvision.
 
