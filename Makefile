@@ -74,9 +74,14 @@ pictures: build
 symbols: build
 	$(BIN)/python tools/check_symbols.py
 
-# One wheel for every torch and Python, with the architectures of a release.
+# One wheel for every torch and Python, with the architectures of a release, and the sdist; both audited.
 wheel: $(VENV)/installed
+	$(BIN)/python tools/requirements.py release > $(VENV)/release.txt
+	$(BIN)/python -m pip install -q -r $(VENV)/release.txt
+	rm -rf dist build/lib* build/bdist*
 	OPZOO_RELEASE=1 $(BIN)/python -m pip wheel -q --no-build-isolation --no-deps -w dist .
+	$(BIN)/python setup.py -q sdist
+	$(BIN)/python tools/wheel_audit.py dist/opzoo-*.whl dist/opzoo-*.tar.gz
 
 matrix: $(VENV)/installed
 	$(BIN)/python tools/matrix.py

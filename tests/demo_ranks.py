@@ -26,7 +26,7 @@ from digits.model import Detector
 
 import opzoo
 
-STEPS, SHARE = 6, 2
+STEPS, SHARE = 5, 2
 
 
 class Loss(nn.Module):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +164,24 @@ def test_huge_numbers_are_value_errors(call: Any) -> None:
 # Threads and repetition
 
 
+def without_case() -> list[Case]:
+    """The public functions that are no operator of their own."""
+    (nms,) = (case for case in contract_cases() if case.id == "nms")
+    match = replace(nms, id="nms_match", call=lambda boxes, scores: opzoo.nms_match(boxes, scores, 0.5))
+    offset = Case(
+        id="make_offset",
+        op="make_offset",
+        tensors=lambda device, dtype: tuple(torch.rand(2, 2, 9, 5, 5, device=device, dtype=dtype)),
+        call=opzoo.make_offset,
+        raw=lambda dy, dx: (dy, dx),
+        differentiable=(0, 1),
+    )
+    return [match, offset]
+
+
 def test_python_threads_at_once() -> None:
-    """Eight Python threads call every operator at once; each gets what one thread alone gets."""
-    inputs = [(case, grown(case, CPU, torch.float32, 4)) for case in contract_cases()]
+    """Eight Python threads call every function at once; each gets what one thread alone gets."""
+    inputs = [(case, grown(case, CPU, torch.float32, 4)) for case in [*contract_cases(), *without_case()]]
 
     def results(item: tuple[Case, list[Tensor]]) -> list[Tensor]:
         case, tensors = item

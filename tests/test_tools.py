@@ -182,10 +182,11 @@ def test_reliability_page_is_that_of_the_script() -> None:
     assert page.read_text(encoding="utf-8") == _tool("reliability").page(), "run python tools/reliability.py"
 
 
-def test_every_fault_has_its_test() -> None:
-    for row in _tool("reliability").rows("faults"):
-        path, name = row["test"].split("::")
-        assert f"def {name}(" in (TOOLS.parent / path).read_text(), row["test"]
+def test_the_tests_that_the_reliability_page_names_exist() -> None:
+    tool = _tool("reliability")
+    for test in [*(row["test"] for row in tool.rows("faults")), *(test for _, test in tool.HELD)]:
+        path, name = test.split("::")
+        assert f"def {name}(" in (TOOLS.parent / path).read_text(), test
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

@@ -36,7 +36,7 @@ def test_workers_compute_what_their_parent_does(method: str, workers: int, start
         batch_size=None,
         num_workers=workers,
         multiprocessing_context=method,
-        timeout=60,
+        timeout=120,
         worker_init_fn=start,
     )
     for got, wanted in zip(loader, expected, strict=True):

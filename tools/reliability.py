@@ -21,6 +21,8 @@ COMMANDS = {
     "determinism": "python tests/determinism.py --device {device} --report docs/reliability/determinism.csv",
     "sanitizers": "python tools/sanitize.py --report docs/reliability/sanitizers.csv",
     "large": "python -m pytest --runslow tests/test_large.py",
+    "matrix": "python tools/matrix.py --suite --csv docs/reliability/matrix.csv",
+    "wheel": "python tools/wheel_audit.py --report docs/reliability/wheel.csv dist/*.whl dist/*.tar.gz",
 }
 
 HEAD = """\
@@ -39,6 +41,64 @@ On an H200, before the present form of these tools (commit e1f3d85, December 202
 passed but for 9 failures mended since, and compute-sanitizer's memcheck (0 errors) and racecheck (0 hazards) ran over
 small shapes of every operator.
 """
+
+# What the suite holds at every commit beside values: what, and the test.
+HELD = (
+    (
+        "the example's detector trained by two processes, DistributedDataParallel under `torchrun` (gloo; NCCL where "
+        "there are two GPUs): the losses of one process",
+        "tests/test_demo_processes.py::test_two_processes_learn_as_one",
+    ),
+    (
+        "its AOTInductor package in a process without its code: the detections of eager",
+        "tests/test_demo_processes.py::test_package_runs_in_a_fresh_process",
+    ),
+    (
+        "DataLoader workers, forked and spawned from a process that used the operators: its values, no hang",
+        "tests/test_workers.py::test_workers_compute_what_their_parent_does",
+    ),
+    (
+        "eight Python threads at once: the bits of one",
+        "tests/test_campaign.py::test_python_threads_at_once",
+    ),
+    (
+        "`torch.compile` of every function of boxes: two compilations for seven counts of boxes",
+        "tests/test_recompiles.py::test_no_recompile_per_count",
+    ),
+    (
+        "one compilation where the count is marked dynamic",
+        "tests/test_recompiles.py::test_one_compilation_where_the_count_is_marked",
+    ),
+    (
+        "the modes `default`, `reduce-overhead` and `max-autotune`: the values of eager",
+        "tests/test_recompiles.py::test_every_mode",
+    ),
+    (
+        "pickle, `copy.deepcopy` and `torch.save` of every module",
+        "tests/test_contract_transforms.py::test_module_copies",
+    ),
+    (
+        "`state_dict` of every module, through a file",
+        "tests/test_contract_transforms.py::test_module_state_dict",
+    ),
+    (
+        "memory that an operator allocates is full of NaN: no NaN in a result",
+        "tests/test_contract.py::test_poisoned_allocations",
+    ),
+    (
+        "a torch below the floor: one sentence",
+        "tests/test_info.py::test_users_of_an_old_torch_get_one_sentence",
+    ),
+    (
+        "a missing or old driver, a GPU of another architecture, a newer glibc: one sentence each",
+        "tests/test_info.py::test_diagnosis",
+    ),
+    ("a `_C` that is missing: one sentence", "tests/test_info.py::test_not_built"),
+    (
+        "an sdist made without CUDA: every source, CUDA's too",
+        "tests/test_wheel_audit.py::test_sdist_holds_every_source",
+    ),
+)
 
 # Where the answer need not be the reference's: operator, what is not compared, why.
 RULES = (
@@ -163,16 +223,47 @@ def large(device: str) -> list[str]:
     ]
 
 
+def matrix() -> list[str]:
+    what, command = "one wheel, its suite in clean environments", COMMANDS["matrix"]
+    found = rows("matrix")
+    if not found:
+        return [f"| {what} | not run | | `{command}` |"]
+    numpy = {row["numpy"]: f"`{row['numpy']}`" for row in found} | {"none": "no NumPy"}
+    places = [
+        f"Python {row['python']}, {row['torch'].replace('==', ' ')}, {numpy[row['numpy']]}: "
+        f"{number(row['passed'])} passed"
+        for row in found
+    ]
+    failed = sum(row["ok"] != "True" for row in found)
+    return [f"| {what} | {'; '.join(places)}; **{failed} of {len(found)} environments failed** | | `{command}` |"]
+
+
+def wheel() -> list[str]:
+    what, command = "wheel and sdist: symbols, abi3audit, auditwheel, a build from the sdist", COMMANDS["wheel"]
+    found = rows("wheel")
+    if not found:
+        return [f"| {what} | not run | | `{command}` |"]
+    return [
+        f"| {what} | `{row['wheel']}` ({row['kernels']} kernels, {number(row['bytes'])} bytes); the sdist built for "
+        f"the CPU and run with Python {row['environment'].replace('/', ', ').replace('==', ' ')}: "
+        f"**{row['problems']} problems** | {where(row)} | `{command}` |"
+        for row in found
+    ]
+
+
 def page() -> str:
     table = ["## What was run", "", "| what | result | date, commit | command |", "| --- | --- | --- | --- |"]
     table += campaign("cpu", 250_000) + campaign("cuda", 50_000) + sanitizers()
     table += determinism("cpu") + determinism("cuda") + large("cpu") + large("cuda")
+    table += matrix() + wheel()
+    held = ["## What the suite holds at every commit", "", "| what | test |", "| --- | --- |"]
+    held += [f"| {what} | `{test}` |" for what, test in HELD]
     faults = ["## Faults found and mended", "", "| operator | fault | test of its kind |", "| --- | --- | --- |"]
     faults += [f"| {row['operator']} | {row['fault']} | `{row['test']}` |" for row in rows("faults")]
     rules = ["## Where the answer need not be the reference's", ""]
     rules += ["| operator | what is not compared | why |", "| --- | --- | --- |"]
     rules += [f"| {' | '.join(rule)} |" for rule in RULES]
-    return "\n".join([HEAD, *table, "", *faults, "", *rules, ""])
+    return "\n".join([HEAD, *table, "", *held, "", *faults, "", *rules, ""])
 
 
 if __name__ == "__main__":
