@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from opzoo.bench import report
-from opzoo.bench.case import Case, find_cases
 from opzoo.bench.machine import Machine, describe
-from opzoo.bench.runner import Options, Result, run_here, run_isolated
+from opzoo.bench.runner import AnyCase, Options, Result, find_all, run_here, run_isolated
 
 PEERS = ("torch", "torchvision")
 
@@ -23,7 +22,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m opzoo.bench",
         description="Check, then time. Exit code 1 when a case is wrong or raises.",
     )
-    parser.add_argument("ops", nargs="*", metavar="op", help="operators to run; all when left out")
+    parser.add_argument("ops", nargs="*", metavar="op", help="operators to run, or models; all when left out")
     parser.add_argument("--device", help="cuda, cuda:N or cpu; cuda where there is one")
     parser.add_argument(
         "--compare",
@@ -69,8 +68,8 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     return Options(device, which, _peers(parser, arguments.compare), arguments.overhead)
 
 
-def _chosen(parser: argparse.ArgumentParser, ops: list[str], options: Options) -> list[Case]:
-    cases = find_cases(options.which, torch.device(options.device).type)
+def _chosen(parser: argparse.ArgumentParser, ops: list[str], options: Options) -> list[AnyCase]:
+    cases = find_all(options.which, torch.device(options.device).type)
     known = list(dict.fromkeys(case.op for case in cases))
     for op in ops:
         if op not in known:
