@@ -30,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         help="torch, torchvision or none: peers to insist on; when left out, those that are installed",
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every number to FILE")
+    parser.add_argument("--merge", action="store_true", help="keep what FILE of --csv has of other cases")
     parser.add_argument("--plot", type=Path, metavar="FILE_OR_DIR", help="chart the ratios (needs matplotlib)")
     parser.add_argument("--quick", action="store_true", help="one small case per operator: does it work at all")
     parser.add_argument("--overhead", action="store_true", help="host time per call on tiny tensors instead")
@@ -104,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_cuda = torch.device(options.device).type == "cuda"
     width = max(len(case.id) for case in cases)
     table = report.Table(sys.stdout, width, machine, overhead=options.overhead, memory=on_cuda)
-    csv_file = report.CsvFile(arguments.csv) if arguments.csv else None
+    instead_of = {(case.op, case.id) for case in cases} if arguments.merge else None
+    csv_file = report.CsvFile(arguments.csv, instead_of) if arguments.csv else None
     origin = report.commit()
     results = []
     for result in replies:
