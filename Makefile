@@ -6,6 +6,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 TORCH  ?= torch==2.14.1 torchvision==0.29.1
 
+# Switches of setup.py (docs/design.md#building). Given ones that differ from those of the last build compile
+# anew; none leave it as it is.
+SWITCHES := $(strip $(foreach name,OPZOO_CUDA OPZOO_RELEASE TORCH_CUDA_ARCH_LIST CUDA_HOME,$(if $($(name)),$(name)=$($(name)))))
+
 SOURCES := $(shell find opzoo/csrc -type f) setup.py opzoo/_version.py
 CXX_FILES := $(shell find opzoo/csrc docs -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
@@ -30,7 +34,15 @@ $(VENV)/installed: pyproject.toml
 	$(BIN)/python -m pip install -q -r $(VENV)/requirements.txt
 	touch $@
 
-$(VENV)/built: $(VENV)/installed $(SOURCES)
+$(VENV)/switches: | $(VENV)/installed
+	echo '$(SWITCHES)' > $@
+ifneq ($(SWITCHES),)
+ifneq ($(SWITCHES),$(shell cat $(VENV)/switches 2> /dev/null))
+.PHONY: $(VENV)/switches
+endif
+endif
+
+$(VENV)/built: $(VENV)/installed $(VENV)/switches $(SOURCES)
 	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
 	$(BIN)/python -c "import opzoo; print('built:', opzoo.build_info())"
 	touch $@

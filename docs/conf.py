@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ napoleon_numpy_docstring = False
 html_theme = "pydata_sphinx_theme"
 html_title = f"opzoo {version}"
 html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["opzoo.css"]
 html_sidebars = {page: [] for page in ("index", "install", "quickstart", "design", "changelog", "benchmarks/README")}
 html_theme_options = {
     "navbar_align": "left",
@@ -84,7 +87,24 @@ def code_links(app: Any, document: Any) -> None:
             link.replace_self(nodes.literal(text=str(path.relative_to(here.parent))))
 
 
+CHINESE = "[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
+
+
+def join_chinese_lines(app: Any, document: Any) -> None:
+    """A browser shows the end of a line as a space, which Chinese does not have between its words."""
+    from docutils import nodes
+
+    for text in [*document.findall(nodes.Text)]:
+        siblings = text.parent.children
+        at = next(i for i, node in enumerate(siblings) if node is text)  # texts of the same words are equal
+        if text.astext() == "\n" and 0 < at < len(siblings) - 1:
+            before, after = siblings[at - 1].astext(), siblings[at + 1].astext()
+            if re.match(CHINESE, before[-1:]) and re.match(CHINESE, after):
+                del text.parent[at]
+
+
 def setup(app: Any) -> dict[str, bool]:
     app.connect("source-read", add_api)
     app.connect("doctree-read", code_links)
+    app.connect("doctree-read", join_chinese_lines)
     return {"parallel_read_safe": True}

@@ -42,7 +42,8 @@ def _problem(what: str, do: str) -> dict[str, str]:
     return {"what": what, "do": do}
 
 
-def _release(version: str) -> tuple[int, int] | None:
+def release_of(version: str) -> tuple[int, int] | None:
+    """Major and minor of ``"2.14.1+cu130"``; None for words."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found.group(1)), int(found.group(2))) if found else None
 
@@ -58,7 +59,7 @@ def _cannot_import(facts: Facts) -> dict[str, str] | None:
                 "Reinstall torch; opzoo cannot load before `import torch` works.",
             )
         return _problem(f"torch is not installed for {python}.", f"pip install 'torch>={floor}'")
-    release = _release(torch["version"])
+    release = release_of(torch["version"])
     if release and release < MIN_TORCH:
         return _problem(
             f"torch {torch['version']} is too old: opzoo needs {floor} or newer.", f"pip install -U 'torch>={floor}'"
@@ -104,10 +105,23 @@ def _load_failure(error: str, torch_version: str) -> dict[str, str]:
     )
 
 
+def _missing_driver(facts: Facts) -> list[dict[str, str]]:
+    """Only where CUDA is installed: who wants the CPU alone needs no driver."""
+    wanted = facts["opzoo"]["build"]["cuda"] and facts["torch"]["cuda"]
+    if not (wanted and facts["gpu_on_bus"]) or facts["driver"]:
+        return []
+    return [
+        _problem(
+            "There is an NVIDIA GPU, but no NVIDIA driver is loaded.",
+            "Install the driver; in a container, start it with its GPUs (docker run --gpus all).",
+        )
+    ]
+
+
 def _cannot_use_gpu(facts: Facts) -> list[dict[str, str]]:
     build, torch, devices = facts["opzoo"]["build"], facts["torch"], facts["devices"]
     if not devices:
-        return []
+        return _missing_driver(facts)
     name = devices[0]["name"]
     if not build["cuda"]:
         return [

@@ -13,13 +13,17 @@ from typing import Any, cast
 
 import torch
 
-MIN_TORCH = (2, 11)
+from opzoo._diagnosis import MIN_TORCH, release_of
+
+
+def _require_torch() -> None:
+    """An older torch may load ``_C`` and then fail anywhere."""
+    release = release_of(torch.__version__)
+    if release is not None and release < MIN_TORCH:
+        raise ImportError(f"opzoo needs torch {MIN_TORCH[0]}.{MIN_TORCH[1]} or newer, found {torch.__version__}.")
 
 
 def _advice(error: ImportError) -> str:
-    found = ".".join(torch.__version__.split(".")[:2])
-    if tuple(int(part) for part in found.split(".")) < MIN_TORCH:
-        return f"opzoo needs torch {MIN_TORCH[0]}.{MIN_TORCH[1]} or newer, found {torch.__version__}."
     if isinstance(error, ModuleNotFoundError):
         return (
             "The compiled part of opzoo is missing: this looks like a source checkout that was not built. "
@@ -31,6 +35,7 @@ def _advice(error: ImportError) -> str:
     )
 
 
+_require_torch()
 try:
     importlib.import_module("opzoo._C")
 except ImportError as error:

@@ -25,6 +25,7 @@ from typing import Any
 from opzoo._diagnosis import Facts, diagnose, holds_kernels
 
 PACKAGE = Path(__file__).resolve().parent
+PCI = Path("/sys/bus/pci/devices")
 _CHILD = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -42,6 +43,7 @@ def collect() -> Facts:
         "torchvision": _distribution("torchvision"),
         "numpy": _distribution("numpy"),
         "driver": _driver(),
+        "gpu_on_bus": _gpu_on_bus(),
         "nvcc": _nvcc(),
     }
     facts["opzoo"].update(_try_opzoo() if facts["torch"]["version"] else {"loads": False, "error": None, "build": None})
@@ -140,6 +142,14 @@ def _driver() -> str | None:
         return found.group(1)
     versions = [line for line in _nvidia_smi("driver_version") if line[:1].isdigit()]
     return versions[0] if versions else None
+
+
+def _gpu_on_bus() -> bool:
+    """Whether a display controller of NVIDIA's is plugged in, with or without its driver."""
+    return any(
+        _read(device / "vendor").strip() == "0x10de" and _read(device / "class").startswith("0x03")
+        for device in PCI.glob("*")
+    )
 
 
 def _nvcc() -> str | None:

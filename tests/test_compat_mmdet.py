@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from peers import torchvision
 
 pytest.importorskip("mmdet", reason="needs mmdet, mmengine and mmcv-lite")
 
@@ -16,6 +17,9 @@ import mmcv.ops
 from mmdet.registry import MODELS
 from mmdet.utils import register_all_modules
 from mmengine.registry import MODELS as ROOT_MODELS
+from mmengine.runner import load_state_dict
+
+import opzoo
 
 nms_module = sys.modules["mmcv.ops.nms"]
 
@@ -88,6 +92,55 @@ def test_names_of_old_checkpoints_are_upgraded(name):
         assert all(bool((value == 0.5).all()) for value in module.state_dict().values())
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", ["DeformConv2dPack", "ModulatedDeformConv2dPack"])
+def test_files_of_mmcv_fit_the_layers_of_opzoo(tmp_path, name, groups, bias):
+    """Same keys both ways, and of them the function that mmcv documents, by torchvision's convolution."""
+    modulated = name.startswith("Modulated")
+    if bias and not modulated:
+        pytest.skip("mmcv's has none")
+    numbers = {"in_channels": 4, "out_channels": 6, "kernel_size": (3, 2), "stride": (2, 1), "padding": (1, 2)}
+    numbers |= {"dilation": (1, 2), "groups": groups, "bias": bias}
+    theirs = getattr(mmcv.ops, name)(**numbers, deform_groups=2)
+    torch.nn.init.normal_(theirs.conv_offset.weight, std=0.3)
+    torch.nn.init.normal_(theirs.conv_offset.bias)
+    torch.save(theirs.state_dict(), tmp_path / "mmcv.pth")
+    ours = getattr(opzoo, name)(**numbers, offset_groups=2)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert [t.shape for t in ours.state_dict().values()] == [t.shape for t in theirs.state_dict().values()]
+    ours.load_state_dict(torch.load(tmp_path / "mmcv.pth", weights_only=True))
+    x = torch.randn(2, 4, 9, 8)
+    maps = torch.nn.functional.conv2d(x, theirs.conv_offset.weight, theirs.conv_offset.bias, (2, 1), (1, 2), (1, 2))
+    mask = None
+    if modulated:
+        first, second, mask = maps.chunk(3, 1)
+        maps, mask = torch.cat([first, second], 1), mask.sigmoid()
+    expected = torchvision.ops.deform_conv2d(
+        x, maps, theirs.weight, theirs.bias if bias else None, (2, 1), (1, 2), (1, 2), mask
+    )
+    for module in (ours, theirs):
+        torch.testing.assert_close(module(x), expected, rtol=1e-4, atol=1e-4)
+    again = getattr(mmcv.ops, name)(**numbers, deform_groups=2)
+    again.load_state_dict(ours.state_dict())
+    assert all(torch.equal(again.state_dict()[key], value) for key, value in theirs.state_dict().items())
+
+
+def test_old_names_inside_a_model_are_treated_as_by_mmcv():
+    """torch and mmengine show a layer only the keys that begin with its name; the hook of both finds no more."""
+    options = {"in_channels": 4, "out_channels": 4, "kernel_size": 3}
+    found = []
+    for kind in ("DCNv2", "opzoo.DCNv2"):
+        model = torch.nn.ModuleDict({"conv2": MODELS.build({"type": kind, **options})})
+        state = {key.replace("conv2.conv_offset", "conv2_offset"): t for key, t in model.state_dict().items()}
+        found.append(model.load_state_dict(state, strict=False))
+        state = model.state_dict()
+        state["conv2.weight"] = torch.full_like(state["conv2.weight"], 0.25)
+        load_state_dict(model, state, strict=True)
+        assert bool((model["conv2"].weight == 0.25).all())
+    assert found[0] == found[1] and found[0].missing_keys == ["conv2.conv_offset.weight", "conv2.conv_offset.bias"]
+
+
 def test_attention():
     ours, theirs = build_pair("MultiScaleDeformableAttention", embed_dims=16, num_heads=2, num_levels=2, dropout=0.0)
     shapes, starts = torch.tensor([[3, 4], [2, 2]]), torch.tensor([0, 12])
@@ -137,6 +190,74 @@ def test_batched_nms(config):
         compat._batched_nms(*inputs, config), compat._mmcv_batched_nms(*inputs, config), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "idxs",
+    [lambda c: c.int(), lambda c: c.double(), lambda c: c.float() / 8, lambda c: c.half() - 2, lambda c: c.bool()],
+    ids=["int32", "float64", "fractions", "negative", "bool"],
+)
+def test_class_ids_of_any_dtype(idxs):
+    """Two boxes are of one class where their ids are equal: fractions are not cut off."""
+    boxes, scores, classes = make_boxes()
+    given = idxs(classes)
+    _, keep = compat._batched_nms(boxes, scores, given, {"iou_threshold": 0.3})
+    expected = [int(i) for value in given.unique() for i in (given == value).nonzero().flatten()[
+        torchvision.ops.nms(boxes[given == value], scores[given == value], 0.3)]]  # fmt: skip
+    assert sorted(keep.tolist()) == sorted(expected) and bool((scores[keep].diff() <= 0).all())
+
+
+@pytest.mark.parametrize("kind", ["nms", "soft_nms"])
+@pytest.mark.parametrize("limit", [0, -1, 7])
+def test_limits_of_batched_nms(kind, limit):
+    """Only a positive max_num limits, in mmcv as well."""
+    boxes, scores, classes = make_boxes()
+    config = {"type": kind, "iou_threshold": 0.3, "max_num": limit}
+    dets, keep = compat._batched_nms(boxes, scores, classes, config)
+    full = compat._batched_nms(boxes, scores, classes, {"type": kind, "iou_threshold": 0.3})
+    count = len(full[1]) if limit <= 0 else limit
+    assert torch.equal(keep, full[1][:count]) and torch.equal(dets, full[0][:count])
+    empty = compat._batched_nms(boxes[:0], scores[:0], classes[:0], config)
+    assert empty[0].shape == (0, 5) and empty[1].shape == (0,)
+
+
+def test_dtypes_of_results():
+    """A score keeps its digits beside boxes of integers or of half precision."""
+    boxes, scores = torch.tensor([[0, 0, 10, 10], [20, 20, 30, 30]]), torch.tensor([0.75, 0.123456])
+    for function in (
+        lambda b: compat._batched_nms(b, scores, torch.tensor([0, 0]), {"iou_threshold": 0.5})[0],
+        lambda b: compat._soft_nms(b, scores)[0],
+    ):
+        for given in (boxes, boxes.half()):
+            assert function(given)[:, 4].tolist() == scores.tolist()
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({"iou_threshold": 0.5, "iou_thr": 0.4}, AssertionError),
+        ({"type": "soft_nms", "score_threshold": 0.5}, TypeError),
+        ({"iou_threshold": 0.5, "no_such_option": 1}, TypeError),
+        ({}, TypeError),
+        ({"iou_threshold": 0.5, "offset": 2}, (ValueError, AssertionError)),
+    ],
+    ids=str,
+)
+def test_configs_that_mmcv_refuses(config, error):
+    for function in (compat._batched_nms, compat._mmcv_batched_nms):
+        with pytest.raises(error):
+            function(*make_boxes(), config)
+
+
+def test_soft_nms_takes_what_mmcv_takes():
+    boxes, scores, _ = make_boxes(20)
+    expected = compat._mmcv_soft_nms(boxes, scores, 0.4)
+    with pytest.warns(DeprecationWarning, match="iou_thr"):
+        found = compat._soft_nms(boxes, scores, iou_thr=0.4)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    mixed = compat._soft_nms(boxes, scores.numpy(), 0.4)  # a tensor and an array
+    torch.testing.assert_close(torch.as_tensor(mixed[0]), expected[0])
 
 
 def test_batched_soft_nms():

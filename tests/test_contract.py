@@ -351,6 +351,17 @@ def test_side_stream(case: Case) -> None:
     assert_all_near(actual[1], expected[1], "gradients")
 
 
+@every
+def test_one_meta_tensor_raises(case: Case) -> None:
+    """It reaches the fake kernel, whose results are memory that nobody wrote."""
+    for op, args, _ in record(case, case.tensors(torch.device("cpu"), torch.float32)):
+        tensors = [i for i, value in enumerate(args) if isinstance(value, Tensor)]
+        for place in tensors if len(tensors) > 1 else []:
+            changed = [value.to("meta") if i == place else value for i, value in enumerate(args)]
+            with torch.no_grad(), pytest.raises(RuntimeError, match="opzoo::"):
+                op(*changed)
+
+
 @pytest.mark.gpu
 @several
 def test_mixed_devices_raise(case: Case) -> None:

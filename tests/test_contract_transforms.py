@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import pickle
 from collections.abc import Callable
@@ -392,11 +393,20 @@ def _assert_same_module(left: nn.Module, right: nn.Module) -> None:
         assert value.numel() == 0 or value.data_ptr() != other.data_ptr(), f"{key} is shared"
 
 
+def _saved(value: Any, weights_only: bool) -> Any:
+    """Through a file of ``torch.save``."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_module_copies(name: str) -> None:
     for module in _instances(name):
         _assert_same_module(module, pickle.loads(pickle.dumps(module)))
         _assert_same_module(module, copy.deepcopy(module))
+        _assert_same_module(module, _saved(module, weights_only=False))
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -405,7 +415,7 @@ def test_module_state_dict(name: str) -> None:
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.add_(1)
-        missing = other.load_state_dict(module.state_dict(), strict=True)
+        missing = other.load_state_dict(_saved(module.state_dict(), weights_only=True), strict=True)
         assert not missing.missing_keys and not missing.unexpected_keys
         _assert_same_module(module, other)
 

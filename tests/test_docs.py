@@ -1,4 +1,4 @@
-"""The documentation runs: Python blocks of the pages, examples of the docstrings, relative links.
+"""The documentation runs: Python blocks of the pages, examples of the docstrings, links and their anchors.
 
 A block below ``<!-- not run: reason -->`` is left out, and one that needs a GPU where there is none.
 The blocks of a file share a namespace, in order.
@@ -12,19 +12,21 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 import torch
+from test_repo import TRACKED
 
 import opzoo
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [page for page in PAGES if page.exists()]
-MARKDOWN = sorted({*PAGES, *ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md")})
+MARKDOWN = sorted(path for path in TRACKED if path.suffix == ".md")
 
 NOT_RUN = re.compile(r"<!--\s*not run:\s*\S.*-->")
 NEEDS_GPU = re.compile(r"[\"']cuda(:\d+)?[\"']|\.cuda\(|torch\.cuda\.(?!is_available)")
@@ -134,33 +136,69 @@ def test_docstring_examples(name: str) -> None:
 
 
 LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(\s*<?([^)\s>]+)>?(?:\s+[\"'][^)]*)?\)|(?:src|href)=\"([^\"]+)\"")
+# What a fresh clone has: a link to a build product works on one machine only.
+IN_REPOSITORY = {place.resolve() for path in TRACKED for place in (path, *path.parents) if place.is_relative_to(ROOT)}
 
 
-def broken_links(page: Path, text: str) -> list[str]:
-    outside_code = re.sub(r"^\s*(```|~~~).*?^\s*\1", "", text, flags=re.MULTILINE | re.DOTALL)
-    outside_code = re.sub(r"`[^`\n]*`", "", outside_code)
+def without_code(text: str) -> str:
+    return re.sub(r"^\s*(`{3,}|~{3,}).*?^\s*\1", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str, depth: int) -> set[str]:
+    """Of the headings down to a level, as GitHub and MyST name them, and those set by hand."""
+    outside, found = without_code(text), set()
+    for marks, title in re.findall(r"^(#{1,6}) +(.+?) *#*$", outside, re.MULTILINE):
+        words = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "").lower()
+        slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        number = next(i for i in range(len(found) + 1) if (f"{slug}-{i}" if i else slug) not in found)
+        if len(marks) <= depth:
+            found.add(f"{slug}-{number}" if number else slug)
+    by_hand = re.findall(r"^\(([\w-]+)\)=$|<a (?:id|name)=\"([\w-]+)\"", outside, re.MULTILINE)
+    return found | {name for pair in by_hand for name in pair if name}
+
+
+def depth_of(page: Path) -> int:
+    """The site makes anchors of a few levels, GitHub of all."""
+    depth = re.search(r"myst_heading_anchors = (\d)", (ROOT / "docs" / "conf.py").read_text(encoding="utf-8"))
+    assert depth is not None
+    return int(depth[1]) if page.is_relative_to(ROOT / "docs") else 6
+
+
+def broken_links(page: Path, text: str, exists: Callable[[Path], bool] = Path.exists) -> list[str]:
     broken = []
-    for match in LINK.finditer(outside_code):
+    for match in LINK.finditer(re.sub(r"`[^`\n]*`", "", without_code(text))):
         target = match[1] or match[2]
-        if re.match(r"[a-z][a-z0-9+.-]*:|//|#", target, re.IGNORECASE):
+        if re.match(r"[a-z][a-z0-9+.-]*:|//", target, re.IGNORECASE):
             continue
-        path = unquote(target.partition("#")[0])
-        if not (page.parent / path).exists():
+        name, _, anchor = unquote(target).partition("#")
+        path = page.parent / name if name else page
+        if name and not exists(path):
             broken.append(target)
+        elif anchor and path.suffix == ".md":
+            there = path.read_text(encoding="utf-8") if name else text
+            if anchor not in anchors(there, depth_of(path.resolve())):
+                broken.append(target)
     return broken
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page: Path) -> None:
-    assert not broken_links(page, page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    assert not broken_links(page, text, lambda path: path.resolve() in IN_REPOSITORY)
 
 
 def test_broken_links_are_found(tmp_path: Path) -> None:
-    (tmp_path / "there.md").touch()
-    page = (
-        "[a](there.md#x) ![b](gone.png) [c](https://x.y/z) [d](#e) `[f](code.md)` [g](<gone two.md>) [[h]](no.md 'i')"
+    (tmp_path / "there.md").write_text(
+        "# A `b`: c\n\n(by-hand)=\n## Same\n\n## Same\n\n```bash\n# no heading\n```\n", encoding="utf-8"
     )
-    assert broken_links(tmp_path / "page.md", page) == ["gone.png", "no.md"]
+    page = (
+        "# 有 标题\n\n[a](there.md#a-b-c) ![b](gone.png) [c](https://x.y/z) [d](#e) `[f](code.md)` [g](<gone two.md>)"
+        "[[h]](no.md 'i') [j](there.md#same-1) [k](there.md#same-2) [l](#有-标题) [m](there.md#no-heading)"
+        " [n](there.md#by-hand)"
+    )
+    assert broken_links(tmp_path / "page.md", page) == [
+        *("gone.png", "#e", "no.md", "there.md#same-2", "there.md#no-heading")
+    ]
 
 
 # The site

@@ -54,7 +54,7 @@ def add_torch_stub(tree: Path, text: str) -> None:
 def test_keys_of_a_working_installation() -> None:
     code, facts = run(PACKAGE.parent, command=("-mopzoo.info", "--json"))
     assert set(facts) == {
-        *("opzoo", "python", "torch", "torchvision", "numpy", "driver", "nvcc", "devices", "problems"),
+        *("opzoo", "python", "torch", "torchvision", "numpy", "driver", "gpu_on_bus", "nvcc", "devices", "problems"),
     }
     assert facts["opzoo"]["loads"] and facts["opzoo"]["build"] == opzoo.build_info()
     assert facts["opzoo"]["version"] == opzoo.__version__
@@ -85,6 +85,26 @@ def test_users_still_get_the_import_error(tree: Path) -> None:
         # Without site-packages: an editable installation's import hook would lend the copy its own _C.
         child = run(tree, "-S", command=command)
         assert child.returncode == 1 and "ImportError: The compiled part of opzoo is missing" in child.stderr
+
+
+def test_users_of_an_old_torch_get_one_sentence(bare: Path) -> None:
+    """Before ``_C``, which may well load in a torch that lacks what is called later."""
+    add_torch_stub(bare, "__version__ = '2.10.0+cu128'")
+    child = run(bare, "-S", command=("-c", "import opzoo._library"))
+    assert child.stderr.splitlines()[-1] == "ImportError: opzoo needs torch 2.11 or newer, found 2.10.0+cu128."
+
+
+@pytest.mark.parametrize(
+    ("vendor", "kind", "found"),
+    [("0x10de", "0x030200", True), ("0x10de", "0x040300", False), ("0x1002", "0x030000", False)],
+    ids=["gpu", "its sound", "another vendor's"],
+)
+def test_gpu_on_bus(vendor: str, kind: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "0000:01:00.0").mkdir()
+    (tmp_path / "0000:01:00.0" / "vendor").write_text(f"{vendor}\n")
+    (tmp_path / "0000:01:00.0" / "class").write_text(f"{kind}\n")
+    monkeypatch.setattr(info, "PCI", tmp_path)
+    assert info._gpu_on_bus() == found
 
 
 def test_damaged(tree: Path) -> None:
@@ -157,6 +177,7 @@ HEALTHY: dict[str, Any] = {
     "python": {"executable": "python"},
     "torch": {"version": "2.14.1+cu130", "cuda": "13.0", "cuda_available": True, "error": None},
     "driver": "580.159.03",
+    "gpu_on_bus": True,
     "devices": [GPU],
 }
 
@@ -180,6 +201,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(torch__cuda=None, torch__cuda_available=False), "is a CPU-only build"),
         (changed(driver="570.86.10", torch__cuda_available=False), "driver 570.86.10 is too old: the CUDA 13 runtime"),
         (changed(torch__cuda_available=False), "torch cannot use it"),
+        (changed(devices=[], driver=None, torch__cuda_available=False), "no NVIDIA driver is loaded"),
         (
             changed(devices=[{"name": "NVIDIA A100", "capability": "8.0", "has_kernels": False}]),
             "NVIDIA A100 has compute capability 8.0, but _C was built for 9.0a",
@@ -205,6 +227,9 @@ def test_diagnosis(facts: dict[str, Any], says: str) -> None:
     [
         HEALTHY,
         changed(devices=[], driver=None, opzoo__build__cuda=False),
+        changed(devices=[], driver=None, torch__cuda=None),
+        changed(devices=[], driver=None, gpu_on_bus=False),
+        changed(devices=[]),
         changed(driver="535.10", opzoo__build__built_with_torch="2.11.0+cu128"),
     ],
 )

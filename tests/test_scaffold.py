@@ -90,7 +90,15 @@ def test_new_operator_works_at_once(tmp_path: Path) -> None:
     (tmp_path / "probe_plugin.py").write_text(PLUGIN.format(library=library, tree=tree))
     # Hostile calls run in a process of their own, without the library; the CUDA kernels are not in it.
     chosen = f"({NAME} or operator_folder or has_every_part or no_part or toctree) and not (hostile or registrations)"
-    files = ("test_repo", f"test_{NAME}", "test_contract", "test_contract_transforms", "test_mutants", "test_docs")
+    files = (
+        "test_repo",
+        f"test_{NAME}",
+        "test_contract",
+        "test_contract_transforms",
+        "test_mutants",
+        "test_docs",
+        "test_facts",
+    )
     run(
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "probe_plugin", "-k", chosen),
         *(f"tests/{name}.py" for name in files),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -185,3 +186,21 @@ def test_every_fault_has_its_test() -> None:
     for row in _tool("reliability").rows("faults"):
         path, name = row["test"].split("::")
         assert f"def {name}(" in (TOOLS.parent / path).read_text(), row["test"]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_other_switches_build_anew(tmp_path: Path) -> None:
+    """``make build`` does nothing when all is built, but for switches that the last build did not have."""
+
+    def make(*switches: str) -> str:
+        clean = {k: v for k, v in os.environ.items() if k not in ("OPZOO_CUDA", "OPZOO_RELEASE", "CUDA_HOME")}
+        clean = {k: v for k, v in clean.items() if not k.startswith(("MAKE", "TORCH_CUDA_ARCH"))}
+        command = ["make", "-n", "build", f"VENV={tmp_path}", *switches]
+        return subprocess.run(command, cwd=TOOLS.parent, env=clean, capture_output=True, text=True, check=True).stdout
+
+    for name, text in (("installed", ""), ("switches", "OPZOO_CUDA=0 TORCH_CUDA_ARCH_LIST=8.6;9.0a\n"), ("built", "")):
+        (tmp_path / name).write_text(text)
+    assert "pip" not in make()
+    assert "pip" not in make("OPZOO_CUDA=0", "TORCH_CUDA_ARCH_LIST=8.6;9.0a")
+    assert "pip install" in make("OPZOO_CUDA=1", "TORCH_CUDA_ARCH_LIST=8.6;9.0a")
+    assert "pip install" in make("OPZOO_RELEASE=1")

@@ -2,8 +2,9 @@
 
     python tools/benchmark_tables.py
 
-Rewrites docs/benchmarks/README.md (every row of every file) and the part of README.md and
-README.zh-CN.md between the table markers (a selection of the H200's rows).
+Rewrites docs/benchmarks/README.md (every row of every file, a table per operator, which other pages
+include by the comments around it) and the part of README.md and README.zh-CN.md between the table
+markers (a selection of the H200's rows).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def peer_of(entry: dict[str, dict[str, str]]) -> dict[str, str] | None:
     return next((row for impl, row in entry.items() if impl != "opzoo"), None)
 
 
-def front_page(name: str) -> None:
+def front_page(name: str) -> str:
     table = times(FOLDER / "h200.csv")
     rows = []
     for key in SELECTED:
@@ -79,14 +80,27 @@ def front_page(name: str) -> None:
             [f"`{op}`", case, direction, number(ours["p50"]), number(peer["p50"]), f"{float(ours['ratio']):.2f}x"]
         )
     caption = CAPTIONS[name].format(**next(iter(table.values()))["opzoo"])
-    path = ROOT / name
-    before, rest = path.read_text().split("<!-- table:begin -->")
+    before, rest = (ROOT / name).read_text(encoding="utf-8").split("<!-- table:begin -->")
     after = rest.split("<!-- table:end -->")[1]
     text = f"<!-- table:begin -->\n{markdown(HEADINGS[name], rows)}\n\n{caption}\n<!-- table:end -->"
-    path.write_text(before + text + after)
+    return before + text + after
 
 
-def all_rows() -> None:
+def cells(key: tuple[str, str, str], entry: dict[str, dict[str, str]]) -> list[str]:
+    op, case, direction = key
+    ours, peer = entry["opzoo"], peer_of(entry)
+    return [
+        f"`{op}`",
+        case,
+        direction,
+        number(ours["p50"]),
+        f"{peer['impl']} {number(peer['p50'])}" if peer else "",
+        f"{float(ours['ratio']):.2f}x" if ours["ratio"] else "",
+        f"{100 * float(ours['floor_share']):.1f} %" if ours["floor_share"] else "",
+    ]
+
+
+def all_rows() -> str:
     parts = [
         "# Measured figures\n\n"
         "Written by `tools/benchmark_tables.py` from the CSV files beside this page. Medians in microseconds; the peer "
@@ -97,25 +111,15 @@ def all_rows() -> None:
         table = times(path)
         first = next(iter(table.values()))["opzoo"]
         parts.append(f"\n## {first['device']}, torch {first['torch']}, opzoo {first['commit']}\n")
-        rows = []
-        for (op, case, direction), entry in table.items():
-            ours, peer = entry["opzoo"], peer_of(entry)
-            rows.append(
-                [
-                    f"`{op}`",
-                    case,
-                    direction,
-                    number(ours["p50"]),
-                    f"{peer['impl']} {number(peer['p50'])}" if peer else "",
-                    f"{float(ours['ratio']):.2f}x" if ours["ratio"] else "",
-                    f"{100 * float(ours['floor_share']):.1f} %" if ours["floor_share"] else "",
-                ]
-            )
-        parts.append(markdown(("operator", "case", "pass", "opzoo", "peer", "ratio", "floor"), rows) + "\n")
-    (FOLDER / "README.md").write_text("\n".join(parts))
+        for op in dict.fromkeys(op for op, _, _ in table):
+            rows = [cells(key, entry) for key, entry in table.items() if key[0] == op]
+            text = markdown(("operator", "case", "pass", "opzoo", "peer", "ratio", "floor"), rows)
+            place = f"{path.stem} {op}"
+            parts.append(f"### {op}, {path.stem}\n\n<!-- {place} -->\n\n{text}\n\n<!-- end of {place} -->\n")
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":
-    all_rows()
+    (FOLDER / "README.md").write_text(all_rows(), encoding="utf-8")
     for page in HEADINGS:
-        front_page(page)
+        (ROOT / page).write_text(front_page(page), encoding="utf-8")

@@ -32,7 +32,7 @@ DEFAULTS = (
     "3.13/torch==2.14.1/numpy>=2",
 )
 # Tests of the checkout, not of the package in it.
-CHECKOUT = {"repo", "docs", "learn", "scaffold", "tools", "bench", "demo"}
+CHECKOUT = {"repo", "docs", "learn", "scaffold", "tools", "bench", "demo", "demo_processes"}
 SUITE_NEEDS = ["pytest", "pytest-timeout", "hypothesis", "expecttest"]
 
 

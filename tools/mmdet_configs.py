@@ -3,6 +3,7 @@
     pip install mmdet==3.3.0 mmengine==0.10.7 mmcv-lite==2.1.0
     python tools/mmdet_configs.py                  # all of CONFIGS; writes docs/howto/mmdet_configs.md
     python tools/mmdet_configs.py CONFIG           # one, here, with its traceback
+    python tools/mmdet_configs.py --again ld/ ssd  # those whose names begin so; the other rows of the page stay
 
 Weights are random (nothing is downloaded), images are 128 pixels wide or a little more.
 """
@@ -16,6 +17,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -27,18 +29,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "howto" / "mmdet_configs.md"
 SECONDS = 600  # for one config
-SIDES = {
-    "dino/": 256,
-    "ddq/": 256,
-    "ssd/": 300,
-    "pisa/ssd": 300,
-    "paa/": 256,
-}  # where 128 pixels are too few
-
+HEAD = "| config | outcome | functions of `mmcv._ext`, calls |"
 CONFIGS = [
     "atss/atss_r50_fpn_1x_coco",
     "autoassign/autoassign_r50-caffe_fpn_1x_coco",
     "boxinst/boxinst_r50_fpn_ms-90k_coco",
+    "bytetrack/bytetrack_yolox_x_8xb4-80e_crowdhuman-mot17halftrain_test-mot17halfval",
     "carafe/faster-rcnn_r50_fpn-carafe_1x_coco",
     "carafe/mask-rcnn_r50_fpn-carafe_1x_coco",
     "cascade_rcnn/cascade-mask-rcnn_r50_fpn_1x_coco",
@@ -48,7 +44,10 @@ CONFIGS = [
     "centripetalnet/centripetalnet_hourglass104_16xb6-crop511-210e-mstest_coco",
     "condinst/condinst_r50_fpn_ms-poly-90k_coco_instance",
     "conditional_detr/conditional-detr_r50_8xb2-50e_coco",
+    "convnext/mask-rcnn_convnext-t-p4-w7_fpn_amp-ms-crop-3x_coco",
     "cornernet/cornernet_hourglass104_8xb6-210e-mstest_coco",
+    "crowddet/crowddet-rcnn_r50_fpn_8xb2-30e_crowdhuman",
+    "crowddet/crowddet-rcnn_refine_r50_fpn_8xb2-30e_crowdhuman",
     "dab_detr/dab-detr_r50_8xb2-50e_coco",
     "dcn/cascade-mask-rcnn_r50-dconv-c3-c5_fpn_1x_coco",
     "dcn/faster-rcnn_r50_fpn_dpool_1x_coco",
@@ -67,47 +66,77 @@ CONFIGS = [
     "double_heads/dh-faster-rcnn_r50_fpn_1x_coco",
     "dyhead/atss_r50_fpn_dyhead_1x_coco",
     "dynamic_rcnn/dynamic-rcnn_r50_fpn_1x_coco",
+    "efficientnet/retinanet_effb3_fpn_8xb4-crop896-1x_coco",
     "empirical_attention/faster-rcnn_r50-attn0010-dcn_fpn_1x_coco",
     "fast_rcnn/fast-rcnn_r50_fpn_1x_coco",
     "faster_rcnn/faster-rcnn_r50_fpn_1x_coco",
     "faster_rcnn/faster-rcnn_r50_fpn_soft-nms_1x_coco",
     "fcos/fcos_r50-dcn-caffe_fpn_gn-head-center-normbbox-centeronreg-giou_1x_coco",
     "foveabox/fovea_r50_fpn_gn-head-align_4xb4-2x_coco",
+    "fpg/faster-rcnn_r50_fpg-chn128_crop640-50e_coco",
+    "fpg/mask-rcnn_r50_fpg-chn128_crop640-50e_coco",
     "free_anchor/freeanchor_r50_fpn_1x_coco",
     "fsaf/fsaf_r50_fpn_1x_coco",
+    "gcnet/mask-rcnn_r50-gcb-r16-c3-c5_fpn_1x_coco",
+    "gcnet/mask-rcnn_r50-syncbn-gcb-r4-c3-c5_fpn_1x_coco",
     "gfl/gfl_r50_fpn_1x_coco",
     "ghm/retinanet_r50_fpn_ghm-1x_coco",
+    "glip/glip_atss_swin-t_a_fpn_dyhead_16xb2_ms-2x_funtune_coco",
+    "gn+ws/faster-rcnn_r50_fpn_gn-ws-all_1x_coco",
     "grid_rcnn/grid-rcnn_r50_fpn_gn-head_1x_coco",
     "groie/faste-rcnn_r50_fpn_groie_1x_coco",
+    "grounding_dino/grounding_dino_swin-t_finetune_16xb2_1x_coco",
     "guided_anchoring/ga-faster-rcnn_r50-caffe_fpn_1x_coco",
     "guided_anchoring/ga-retinanet_r50-caffe_fpn_1x_coco",
+    "hrnet/cascade-rcnn_hrnetv2p-w18-20e_coco",
     "htc/htc-without-semantic_r50_fpn_1x_coco",
     "htc/htc_r50_fpn_1x_coco",
+    "lad/lad_r50-paa-r101_fpn_2xb8_coco_1x",
     "ld/ld_r18-gflv1-r101_fpn_1x_coco",
+    "legacy_1.x/cascade-mask-rcnn_r50_fpn_1x_coco_v1",
+    "legacy_1.x/faster-rcnn_r50_fpn_1x_coco_v1",
+    "legacy_1.x/mask-rcnn_r50_fpn_1x_coco_v1",
+    "legacy_1.x/retinanet_r50_fpn_1x_coco_v1",
+    "legacy_1.x/ssd300_coco_v1",
     "libra_rcnn/libra-faster-rcnn_r50_fpn_1x_coco",
     "mask2former/mask2former_r50_8xb2-lsj-50e_coco",
+    "mask2former_vis/mask2former_r50_8xb2-8e_youtubevis2019",
     "mask_rcnn/mask-rcnn_r50_fpn_1x_coco",
     "maskformer/maskformer_r50_ms-16xb1-75e_coco",
+    "masktrack_rcnn/masktrack-rcnn_mask-rcnn_r50_fpn_8xb1-12e_youtubevis2019",
+    "mm_grounding_dino/grounding_dino_swin-t_pretrain_obj365",
     "ms_rcnn/ms-rcnn_r50-caffe_fpn_1x_coco",
+    "nas_fcos/nas-fcos_r50-caffe_fpn_fcoshead-gn-head_4xb4-1x_coco",
+    "nas_fcos/nas-fcos_r50-caffe_fpn_nashead-gn-head_4xb4-1x_coco",
     "nas_fpn/retinanet_r50_nasfpn_crop640-50e_coco",
+    "ocsort/ocsort_yolox_x_8xb4-amp-80e_crowdhuman-mot17halftrain_test-mot17halfval",
     "paa/paa_r50_fpn_1x_coco",
     "pafpn/faster-rcnn_r50_pafpn_1x_coco",
     "panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco",
     "pisa/faster-rcnn_r50_fpn_pisa_1x_coco",
     "pisa/ssd300_pisa_coco",
     "point_rend/point-rend_r50-caffe_fpn_ms-1x_coco",
+    "pvt/retinanet_pvt-t_fpn_1x_coco",
+    "qdtrack/qdtrack_faster-rcnn_r50_fpn_8xb2-4e_mot17halftrain_test-mot17halfval",
     "queryinst/queryinst_r50_fpn_1x_coco",
+    "regnet/mask-rcnn_regnetx-3.2GF_fpn_1x_coco",
     "reppoints/reppoints-moment_r50_fpn_1x_coco",
+    "res2net/faster-rcnn_res2net-101_fpn_2x_coco",
+    "resnest/faster-rcnn_s50_fpn_syncbn-backbone+head_ms-range-1x_coco",
     "retinanet/retinanet_r50_fpn_1x_coco",
     "rpn/rpn_r50_fpn_1x_coco",
     "rtmdet/rtmdet-ins_tiny_8xb32-300e_coco",
     "rtmdet/rtmdet_tiny_8xb32-300e_coco",
     "sabl/sabl-retinanet_r50_fpn_1x_coco",
     "scnet/scnet_r50_fpn_1x_coco",
+    "seesaw_loss/mask-rcnn_r50_fpn_seesaw-loss_random-ms-2x_lvis-v1",
+    "soft_teacher/soft-teacher_faster-rcnn_r50-caffe_fpn_180k_semi-0.1-coco",
     "solo/solo_r50_fpn_1x_coco",
     "solov2/solov2-light_r50-dcn_fpn_ms-3x_coco",
     "sparse_rcnn/sparse-rcnn_r50_fpn_1x_coco",
     "ssd/ssd300_coco",
+    "strong_baselines/mask-rcnn_r50_fpn_rpn-2conv_4conv1fc_syncbn-all_lsj-100e_coco",
+    "swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco",
     "tood/tood_r50_fpn_1x_coco",
     "tridentnet/tridentnet_r50-caffe_1x_coco",
     "vfnet/vfnet_r50-mdconv-c3-c5_fpn_ms-2x_coco",
@@ -159,17 +188,39 @@ def run(name: str) -> dict[str, Any]:
     import torch
 
     calls = count_calls()
+    start = time.monotonic()
+    model = build(name)
+    from mmdet_inputs import for_prediction, for_training
+
+    data = model.data_preprocessor(for_training(name), True)
+    losses = model.forward(**data, mode="loss")
+    loss, _ = model.parse_losses(losses)
+    loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    model.eval()
+    data = model.data_preprocessor(for_prediction(name), False)
+    with torch.no_grad():
+        found = model.forward(**data, mode="predict")
+    finite = bool(torch.isfinite(loss)) and all(bool(torch.isfinite(g).all()) for g in grads) and bool(grads)
+    finite = finite and all(bool(torch.isfinite(i.pred_instances.scores).all()) for i in found if "pred_instances" in i)
+    outcome = "ok" if finite else "values are not finite"
+    return {"outcome": outcome, "loss": float(loss), "calls": dict(calls), "seconds": time.monotonic() - start}
+
+
+def build(name: str) -> Any:
+    """The model of a config, of random weights, as the runner has it at the first step."""
     import mmdet
+    import torch
     from mmdet.registry import MODELS
-    from mmdet.testing import demo_mm_inputs
     from mmdet.utils import register_all_modules
     from mmengine.config import Config
     from mmengine.logging import MessageHub
 
-    start = time.monotonic()
     register_all_modules(init_default_scope=True)
     config = Config.fromfile(Path(mmdet.__file__).parent / ".mim" / "configs" / f"{name}.py")
     without_downloads(config.model)
+    if "MMSyncBN" in config.pretty_text:  # wants to know how many processes there are
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     os.chdir(Path(mmdet.__file__).parent / ".mim")  # a config may name its teacher's, from here
     model = MODELS.build(config.model)
@@ -179,42 +230,20 @@ def run(name: str) -> dict[str, Any]:
     for module in model.modules():
         if hasattr(module, "weight_gamma"):  # of standardised weights: a checkpoint brings their scale
             module.weight_gamma.fill_(module.weight[0].numel() ** -0.5)
-    side = next((size for family, size in SIDES.items() if name.startswith(family)), 128)
-    shape = [3, side, side]
-    data = demo_mm_inputs(
-        2,
-        [shape, shape],
-        [3, 4],
-        num_classes=4,
-        with_mask=name != "rtmdet/rtmdet_tiny_8xb32-300e_coco",
-        with_semantic=True,
-    )
-    proposals_of(name, data)
-    losses = model.forward(**model.data_preprocessor(data, True), mode="loss")
-    loss, _ = model.parse_losses(losses)
-    loss.backward()
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    model.eval()
-    data = demo_mm_inputs(1, [shape], [3], num_classes=4)
-    proposals_of(name, data)
-    with torch.no_grad():
-        found = model.forward(**model.data_preprocessor(data, False), mode="predict")
-    finite = bool(torch.isfinite(loss)) and all(bool(torch.isfinite(g).all()) for g in grads) and bool(grads)
-    finite = finite and all(bool(torch.isfinite(i.pred_instances.scores).all()) for i in found if "pred_instances" in i)
-    outcome = "ok" if finite else "values are not finite"
-    return {"outcome": outcome, "loss": float(loss), "calls": dict(calls), "seconds": time.monotonic() - start}
+    return model
 
 
-def proposals_of(name: str, data: dict[str, Any]) -> None:
-    """Fast R-CNN has no proposals of its own."""
-    if not name.startswith("fast_rcnn/"):
-        return
-    import torch
-    from mmengine.structures import InstanceData
-
-    for sample in data["data_samples"]:
-        boxes = torch.tensor([[4.0, 8.0, 60.0, 90.0], [30.0, 20.0, 100.0, 120.0]])
-        sample.proposals = InstanceData(bboxes=boxes, scores=torch.ones(2))
+def run_or_reason(name: str) -> dict[str, Any]:
+    """The first of the errors that followed from one another is the reason."""
+    try:
+        return run(name)
+    except Exception as error:
+        first: BaseException = error
+        while first.__cause__ or first.__context__:
+            first = first.__cause__ or first.__context__ or first
+        text = " ".join(str(first).split())
+        folder = str(Path(importlib.util.find_spec("mmdet").origin).parent)  # type: ignore[union-attr, arg-type]
+        return {"outcome": f"failed: {type(first).__name__}: {text.replace(folder, 'mmdet')}"[:200], "calls": {}}
 
 
 def in_a_process(name: str) -> dict[str, Any]:
@@ -228,8 +257,7 @@ def in_a_process(name: str) -> dict[str, Any]:
         if line.startswith('{"outcome"'):
             return dict(json.loads(line))
     last = (child.stderr.strip().splitlines() or ["no output"])[-1]
-    folder = Path(importlib.util.find_spec("mmdet").origin).parent  # type: ignore[union-attr, arg-type]
-    return {"outcome": f"failed: {last.replace(str(folder), 'mmdet')}"[:200], "calls": {}}
+    return {"outcome": f"failed: {last}"[:200], "calls": {}}
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
@@ -243,7 +271,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         f"{good} of {len(results)} unmodified configs build, give finite loss and finite gradients and predict on the",
         f"CPU ({versions}). Written by `tools/mmdet_configs.py` on {datetime.date.today()}.",
         "",
-        "| config | outcome | functions of `mmcv._ext`, calls |",
+        HEAD,
         "| --- | --- | --- |",
     ]
     for name, result in results.items():
@@ -253,21 +281,35 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join([*lines, ""])
 
 
+def rows(text: str) -> dict[str, dict[str, Any]]:
+    """The results that a page shows."""
+    found = {}
+    for name, outcome, calls in re.findall(r"^\| `(.+?)` \| (.+?) \| ([^|]+) \|$", text, re.MULTILINE):
+        counts = {} if calls == "none" else dict(call.rsplit(" ", 1) for call in calls.split(", "))
+        found[name] = {"outcome": outcome.replace("\\|", "|").replace("&lt;", "<"), "calls": counts}
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", nargs="?", help="one config, below mmdet's configs, without .py")
     parser.add_argument("--json", action="store_true", help="print the result of one config as JSON")
+    parser.add_argument("--again", nargs="+", metavar="BEGINNING", help="only configs whose names begin so")
     parser.add_argument("--page", type=Path, default=PAGE)
     arguments = parser.parse_args()
     if arguments.config:
-        result = run(arguments.config)
-        print(json.dumps(result) if arguments.json else result)
+        if arguments.json:
+            print(json.dumps(run_or_reason(arguments.config)))
+        else:
+            print(run(arguments.config))
         return 0
-    results = {}
+    results = rows(arguments.page.read_text(encoding="utf-8")) if arguments.again else {}
     for name in CONFIGS:
-        results[name] = in_a_process(name)
-        print(name, results[name]["outcome"], flush=True)
-    arguments.page.write_text(page(results), encoding="utf-8")
+        if not arguments.again or name.startswith(tuple(arguments.again)):
+            results[name] = in_a_process(name)
+            print(name, results[name]["outcome"], flush=True)
+    ordered = {name: results[name] for name in CONFIGS if name in results}
+    arguments.page.write_text(page(ordered), encoding="utf-8")
     return 0
 
 

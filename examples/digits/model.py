@@ -116,7 +116,9 @@ class ProposalHead(nn.Module):
         for score, delta in zip(output.objectness, output.deltas, strict=True):
             score, best = score.topk(min(self.BEFORE_NMS, len(score)))
             boxes = clip(decode(delta[best], output.anchors[best], self.scale), height, width)
-            found.append(boxes[self.nms(boxes, score, self.NMS_IOU)[: self.AFTER_NMS]])
+            keep = self.nms(boxes, score, self.NMS_IOU)
+            torch._check(keep.shape[0] > 0)  # the best box always stays, which torch.export cannot know
+            found.append(boxes[keep[: self.AFTER_NMS]])
         return found
 
     def losses(self, output: AnchorOutput, truths: list[Tensor]) -> dict[str, Tensor]:
@@ -227,7 +229,7 @@ class Detector(nn.Module):
         features = self.backbone(images)
         proposals = self.proposal_head.proposals(self.proposal_head(features), height, width)
         logits, deltas = self.region_head(features, proposals)
-        counts = [len(boxes) for boxes in proposals]
+        counts = [boxes.shape[0] for boxes in proposals]
         rows = zip(logits.split(counts), deltas.split(counts), proposals, strict=True)
         return [self.region_head.detections(*row, height, width) for row in rows]
 

@@ -26,7 +26,7 @@ OUTLINE = [patheffects.withStroke(linewidth=2.5, foreground="black")]
 
 
 def plot_detections(path: Path, scenes: Scenes, found: list[Detections], title: str, columns: int = 4) -> None:
-    """Write a PNG: every scene given, its detections from score ``MIN_SCORE`` on, its ground truth dashed."""
+    """Write a picture: every scene given, its detections from score ``MIN_SCORE`` on, its ground truth dashed."""
     rows = -(-len(scenes) // columns)
     figure, axes = plt.subplots(
         rows, columns, figsize=(3.3 * columns, 3.3 * rows + 0.9), squeeze=False, facecolor=PAPER

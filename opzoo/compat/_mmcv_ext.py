@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from opzoo._library import build_info
-from opzoo.compat import _mmcv_boxes, _mmcv_layers, _mmcv_losses
+from opzoo.compat import _mmcv_boxes, _mmcv_layers, _mmcv_losses, _mmcv_norm
 
 
 def get_compiler_version() -> str:
@@ -38,7 +38,7 @@ def _functions(*modules: ModuleType) -> dict[str, Callable[..., Any]]:
 
 
 _COVERED = {
-    **_functions(_mmcv_boxes, _mmcv_layers, _mmcv_losses),
+    **_functions(_mmcv_boxes, _mmcv_layers, _mmcv_losses, _mmcv_norm),
     "get_compiler_version": get_compiler_version,
     "get_compiling_cuda_version": get_compiling_cuda_version,
 }
@@ -65,9 +65,8 @@ prroi_pool_backward prroi_pool_coor_backward prroi_pool_forward psamask_backward
 riroi_align_rotated_backward riroi_align_rotated_forward roi_align_rotated_backward
 roi_align_rotated_forward roiaware_pool3d_backward roiaware_pool3d_forward roipoint_pool3d_forward
 rotated_feature_align_backward rotated_feature_align_forward stack_ball_query_forward
-stack_group_points_backward stack_group_points_forward sync_bn_backward_data sync_bn_backward_param
-sync_bn_forward_mean sync_bn_forward_output sync_bn_forward_var three_interpolate_backward
-three_interpolate_forward three_nn_forward tin_shift_backward tin_shift_forward upfirdn2d
+stack_group_points_backward stack_group_points_forward
+three_interpolate_backward three_interpolate_forward three_nn_forward tin_shift_backward tin_shift_forward upfirdn2d
 """
 _UNCOVERED = frozenset(_NAMES.split()) - _COVERED.keys()
 

@@ -22,10 +22,12 @@ import opzoo.compat.mmcv  # before mmcv.ops
 import mmcv.ops
 import torch
 from mmengine.registry import MODELS, Registry
+from mmengine.utils import deprecated_api_warning
 from torch import Tensor, nn
 
 import opzoo
 from opzoo.compat._mmcv_boxes import _to_edges
+from opzoo.compat._mmcv_checks import as_given, require_tensors
 from opzoo.compat._rebind import rebind
 
 # The function of the same name hides the module mmcv.ops.nms.
@@ -96,7 +98,7 @@ class MultiScaleDeformableAttention(mmcv.ops.MultiScaleDeformableAttention):  # 
 
 def _in_fp32(conv: nn.Module, x: Tensor) -> Tensor:
     """The offsets of a convolution outside autocast: coordinates are never half by accident."""
-    with torch.autocast(x.device.type, enabled=False):
+    with as_given(x):
         offset: Tensor = conv(x.to(next(conv.parameters()).dtype))
         return offset
 
@@ -110,20 +112,24 @@ def _batched_nms(
     agnostic = options.pop("class_agnostic", class_agnostic)
     options.pop("split_thr", None)
     limit = options.pop("max_num", -1)
-    threshold = options.pop("iou_thr", options.pop("iou_threshold", None))
+    threshold = options.pop("iou_threshold", None)
+    if threshold is None:
+        threshold = options.pop("iou_thr", None)
     offset = options.pop("offset", 0)
-    least = options.pop("score_threshold", 0)
-    soft = {key: options.pop(key) for key in ("sigma", "min_score", "method") if kind == "soft_nms" and key in options}
-    if nms_cfg is None or options or boxes.shape[-1] != 4 or kind not in ("nms", "soft_nms"):
+    own = {"nms": ("score_threshold",), "soft_nms": ("sigma", "min_score", "method")}.get(kind, ())
+    special = {key: options.pop(key) for key in own if key in options}
+    if nms_cfg is None or options or not own or boxes.dim() != 2 or boxes.shape[-1] != 4:
         return _mmcv_batched_nms(boxes, scores, idxs, nms_cfg, class_agnostic)
-    edges = _to_edges(boxes, offset)
-    classes = torch.zeros_like(idxs, dtype=torch.int64) if agnostic else idxs.to(torch.int64)
+    require_tensors("batched_nms", boxes=boxes, scores=scores, idxs=idxs)
+    edges = _to_edges("batched_nms", boxes, offset)
+    classes = torch.zeros_like(idxs, dtype=torch.int64) if agnostic else _classes(idxs)
     if kind == "soft_nms":
         given = {} if threshold is None else {"iou_threshold": threshold}
-        kept_scores, keep = opzoo.batched_soft_nms(edges, scores, classes, **given, **soft)
+        kept_scores, keep = opzoo.batched_soft_nms(edges, scores, classes, **given, **special)
         if limit > 0:
             kept_scores, keep = kept_scores[:limit], keep[:limit]
     else:
+        least = special.get("score_threshold", 0)
         keep = opzoo.batched_nms(
             edges,
             scores,
@@ -133,9 +139,17 @@ def _batched_nms(
             max_output=limit if limit > 0 else None,
         )
         kept_scores = scores[keep]
-    return torch.cat([boxes[keep], kept_scores[:, None].to(boxes.dtype)], -1), keep
+    return torch.cat([boxes[keep], kept_scores[:, None]], -1), keep
 
 
+def _classes(idxs: Tensor) -> Tensor:
+    """Integers that are equal where ``idxs`` are: mmcv takes class ids of any dtype, fractions among them."""
+    if not idxs.is_floating_point():
+        return idxs.to(torch.int64)
+    return torch.unique(idxs, return_inverse=True)[1]
+
+
+@deprecated_api_warning({"iou_thr": "iou_threshold"})  # type: ignore[untyped-decorator]
 def _soft_nms(
     boxes: Any,
     scores: Any,
@@ -146,10 +160,11 @@ def _soft_nms(
     offset: int = 0,
 ) -> tuple[Any, Any]:
     """mmcv's ``soft_nms`` on the device of the boxes; arrays go to mmcv's own."""
-    if not isinstance(boxes, Tensor):
+    if not (isinstance(boxes, Tensor) and isinstance(scores, Tensor)):
         return _mmcv_soft_nms(boxes, scores, iou_threshold, sigma, min_score, method, offset)
-    lowered, keep = opzoo.soft_nms(_to_edges(boxes, offset), scores, iou_threshold, sigma, min_score, method)
-    return torch.cat([boxes[keep], lowered[:, None].to(boxes.dtype)], -1), keep
+    edges = _to_edges("soft_nms", boxes, offset)
+    lowered, keep = opzoo.soft_nms(edges, scores, iou_threshold, sigma, min_score, method)
+    return torch.cat([boxes[keep], lowered[:, None]], -1), keep
 
 
 def _attention(value: Tensor, value_spatial_shapes: Any, sampling_locations: Tensor, weights: Tensor) -> Tensor:

@@ -181,17 +181,32 @@ def differentiable(
 
 
 def register_fake(op: str, fake: Callable[..., Any]) -> None:
-    """``fake`` as the fake kernel of ``op``. The dispatcher lets None pass for a tensor; here it raises."""
+    """``fake`` as the fake kernel of ``op``. The dispatcher lets None pass for a tensor; here it raises.
+
+    One meta tensor brings a call here, whatever the others are: the result would be memory that nobody wrote.
+    """
+    arguments = torch._C._get_schema(f"opzoo::{op}", "").arguments
     required = [
-        (position, argument.name)
-        for position, argument in enumerate(torch._C._get_schema(f"opzoo::{op}", "").arguments)
-        if str(argument.type) == "Tensor"
+        (position, argument.name) for position, argument in enumerate(arguments) if str(argument.type) == "Tensor"
     ]
+
+    def require_one_kind(args: Args) -> None:
+        first: tuple[str, Tensor] | None = None
+        for argument, value in zip(arguments, args, strict=False):
+            for t in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(t, Tensor):
+                    first = first or (argument.name, t)
+                    if t.is_meta != first[1].is_meta:
+                        raise RuntimeError(
+                            f"opzoo::{op}: {argument.name} must be on the device of {first[0]}, "
+                            f"{first[1].device}, got {t.device}"
+                        )
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         for position, name in required:
             if position < len(args) and args[position] is None:
                 raise RuntimeError(f"opzoo::{op}: {name} must be a tensor, got None")
+        require_one_kind(args)
         return fake(*args, **kwargs)
 
     torch.library.register_fake(f"opzoo::{op}", kernel, lib=LIBRARY)

@@ -35,7 +35,14 @@ def one_map(device, dtype):
     return make_maps(device, dtype)[0], make_boxes(device)
 
 
-def case(id, tensors, call, raw, differentiable, boxes, vmap_dims):
+def moving(device, dtype):
+    """Boxes that get a gradient, per image, in a dtype of their own, without a sample near a kink."""
+    boxes = make_boxes(device).to(torch.promote_types(dtype, torch.float32))[:, 1:]
+    boxes = boxes + torch.tensor([0.13, -0.21, 0.34, 0.27], device=device)
+    return *make_maps(device, dtype), boxes[:2], boxes[2:]
+
+
+def case(id, tensors, call, raw, differentiable, boxes, vmap_dims, linear=True):
     return Case(
         id=f"multi_scale_roi_align-{id}",
         op="multi_scale_roi_align",
@@ -43,8 +50,8 @@ def case(id, tensors, call, raw, differentiable, boxes, vmap_dims):
         call=call,
         raw=raw,
         differentiable=differentiable,
-        forward_ad=True,
-        double_backward=True,
+        forward_ad=linear,
+        double_backward=linear,
         dynamic={boxes: 0},
         vmap_dims=vmap_dims,
     )
@@ -93,6 +100,28 @@ CASES = [
         (0, 1),
         3,
         (None, None, 0, 0),
+    ),
+    case(
+        "boxes",
+        moving,
+        lambda fine, coarse, first, second: opzoo.multi_scale_roi_align(
+            [fine, coarse], [first, second], (2, 3), [0.5, 0.25], 2, True, canonical_scale=8, canonical_level=1
+        ),
+        lambda fine, coarse, first, second: (
+            [fine, coarse],
+            torch.cat([first, second]),
+            torch.tensor([0] * len(first) + [1] * len(second), device=fine.device),
+            2,
+            3,
+            [0.5, 0.25],
+            2,
+            True,
+            *LEVELS,
+        ),
+        (0, 1, 2, 3),
+        3,
+        (0, 0, None, None),
+        linear=False,
     ),
     case(
         "one-map",

@@ -1,6 +1,7 @@
 """Runs every program of this folder on the GPU and writes figures.md and figures.csv beside itself.
 
 python docs/learn/code/measure.py [--commit HASH] [--no-build]
+python docs/learn/code/measure.py --tables    # no GPU: figures.md anew from figures.csv
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ LINE = re.compile(
     r"(?P<variant>\w+ \d+) +(?P<ms>[\d.]+) ms +(?P<rate>[\d.]+) (?P<unit>\S+)"
     r"(?: +(?P<share>[\d.]+) % of (?P<limit>\d+))?"
 )
+BLOCKS = (64, 128, 256, 512, 1024)
 COLUMNS = ("program", "problem", "variant", "ms", "rate", "unit", "share_percent", "limit", "gpu", "cuda", "commit")
 
 
@@ -82,6 +84,9 @@ def table(figures: list[Figure], commit: str) -> str:
             if program.startswith(operator):
                 lines.append(f"| `{program}` | {row(min(own, key=lambda figure: float(figure.ms)))}")
         lines += ["", f"<!-- end of {operator} -->", ""]
+    lines += ["## Block sizes", ""]
+    lines += ["Milliseconds by threads per block. Last column: the slowest from 128 to 512 over the quickest.", ""]
+    lines += ["<!-- blocks -->", "", *blocks(by_program), "", "<!-- end of blocks -->", ""]
     lines += ["## Every variant", ""]
     for program, own in by_program.items():
         lines += [f"### {program}", "", f"{own[0].problem}.", ""]
@@ -89,6 +94,20 @@ def table(figures: list[Figure], commit: str) -> str:
         lines += [f"| {row(figure)}" for figure in own]
         lines.append("")
     return "\n".join(lines)
+
+
+def blocks(by_program: dict[str, list[Figure]]) -> list[str]:
+    """A row for each program that was measured with several block sizes, a column for each size."""
+    lines = [f"| program | {' | '.join(map(str, BLOCKS))} | 128 to 512 |", "| --- |" + " ---: |" * (len(BLOCKS) + 1)]
+    for program, own in by_program.items():
+        ms = {int(f.variant.split()[1]): float(f.ms) for f in own if f.variant.startswith("block ")}
+        if len(ms) < 2:
+            continue
+        usual = [value for size, value in ms.items() if 128 <= size <= 512]
+        spread = f"{max(usual) / min(usual):.2f}x" if len(usual) > 1 else "-"
+        cells = [f"{ms[size]:.4g}" if size in ms else "-" for size in BLOCKS]
+        lines.append(f"| `{program}` | {' | '.join(cells)} | {spread} |")
+    return lines
 
 
 def row(figure: Figure) -> str:
@@ -104,6 +123,13 @@ def write(figures: list[Figure], commit: str, folder: Path) -> None:
         writer.writerows([*vars(figure).values(), commit] for figure in figures)
 
 
+def read(folder: Path) -> tuple[list[Figure], str]:
+    """What write() put into figures.csv, and the commit it named."""
+    with (folder / "figures.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return [Figure(*(row[column] for column in COLUMNS[:-1])) for row in rows], rows[0]["commit"]
+
+
 def head() -> str:
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True)
     return git.stdout.strip() or "unknown"
@@ -114,7 +140,11 @@ def main() -> None:
     parser.add_argument("--commit", help="the commit to name in the tables; by default git's HEAD")
     parser.add_argument("--no-build", action="store_true", help="run what lies in build/")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of the tables")
+    parser.add_argument("--tables", action="store_true", help="run nothing: write figures.md from figures.csv")
     arguments = parser.parse_args()
+    if arguments.tables:
+        write(*read(arguments.out), arguments.out)
+        return
     if not arguments.no_build:
         subprocess.run(["make", "-C", str(HERE), "-s"], check=True)
     commit = arguments.commit or head()
