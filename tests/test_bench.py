@@ -59,6 +59,21 @@ def test_quick_run_prints_a_table_and_writes_csv(tmp_path: Path, capsys: pytest.
         assert row["torch"] == torch.__version__ and row["commit"].startswith(opzoo.__version__)
 
 
+def test_merging_keeps_other_cases(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.csv"
+    assert main([*QUICK, "--csv", str(path), "--merge"]) == 0  # nothing there yet
+    first = read_csv(path)
+    other = {**first[0], "case": "of another day"}
+    file = report.CsvFile(path)
+    file.write([other, *first])
+    file.close()
+    assert main([*QUICK, "--csv", str(path), "--merge"]) == 0
+    merged = read_csv(path)
+    assert merged[0] == other and [row["case"] for row in merged[1:]] == [row["case"] for row in first]
+    assert main([*QUICK, "--csv", str(path)]) == 0
+    assert len(read_csv(path)) == len(first)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -93,7 +108,7 @@ def test_failed_states_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_exception_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     cases = add_cases.tiny() + add_cases.quick()
-    monkeypatch.setattr("opzoo.bench.__main__.find_cases", lambda which, device: cases)
+    monkeypatch.setattr("opzoo.bench.__main__.find_all", lambda which, device: cases)
 
     def broken(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if a.dim() == 1:

@@ -122,11 +122,3 @@ def test_a_model_is_compiled_with_opzoo_in_its_graph():
     pool = RoIAlign(2, 1.0, 2)
     torch.compile(pool, backend=backend, fullgraph=True)(torch.rand(1, 3, 8, 8), torch.tensor([[0.0, 0, 0, 4, 4]]))
     assert any("opzoo" in name for name in names)
-
-
-def test_detectors_are_measured_both_ways(capsys):
-    from opzoo.bench import detectors
-
-    detectors.measure("fasterrcnn", torch.device("cpu"), 1, 64, 1, False)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and all("torchvision" in line and "opzoo" in line for line in lines)

@@ -189,6 +189,21 @@ def test_the_tests_that_the_reliability_page_names_exist() -> None:
         assert f"def {name}(" in (TOOLS.parent / path).read_text(), test
 
 
+def test_benchmark_tables_name_their_origin_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows merged from another commit say so, and memory stands where it is known."""
+    tables = _tool("benchmark_tables")
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    lines = ["op,impl,pass,case,metric,unit,p50,ratio,floor_share,peak_bytes,device,torch,commit"]
+    for op, commit, ours, theirs in (("add", "1", "", ""), ("models", "2", 3 << 20, 9 << 20), ("models", "1", "", "")):
+        for impl, peak in (("opzoo", ours), ("torchvision", theirs)):
+            lines.append(f"{op},{impl},fwd,case {commit},time,us,200,2,,{peak},GPU,2.11,{commit}")
+    (tmp_path / "gpu.csv").write_text("\n".join(lines) + "\n")
+    add, models = tables.all_rows().split("### models, gpu")
+    assert "## GPU, torch 2.11, opzoo 1\n" in add and "Measured on" not in add and "memory |" not in add
+    assert "Measured on GPU, torch 2.11, opzoo 2 and GPU, torch 2.11, opzoo 1.\n" in models
+    assert "| floor | memory |" in models and "| 3.0, 9.0 |" in models
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_other_switches_build_anew(tmp_path: Path) -> None:
     """``make build`` does nothing when all is built, but for switches that the last build did not have."""

@@ -33,6 +33,9 @@ SELECTED = [
     ("add", "fp32 2^28", "fwd"),
 ]
 
+# Whose memory is a figure of its own, where the device tells it.
+WITH_MEMORY = ("deform_conv2d", "models")
+
 HEADINGS = {
     "README.md": ("operator", "case", "pass", "opzoo, us", "peer, us", "ratio"),
     "README.zh-CN.md": ("算子", "用例", "方向", "opzoo，微秒", "对照，微秒", "倍数"),
@@ -72,6 +75,7 @@ def peer_of(entry: dict[str, dict[str, str]]) -> dict[str, str] | None:
 def front_page(name: str) -> str:
     table = times(FOLDER / "h200.csv")
     rows = []
+    commits = dict.fromkeys(table[key]["opzoo"]["commit"] for key in SELECTED)
     for key in SELECTED:
         ours, peer = table[key]["opzoo"], peer_of(table[key])
         assert peer is not None, key
@@ -79,11 +83,16 @@ def front_page(name: str) -> str:
         rows.append(
             [f"`{op}`", case, direction, number(ours["p50"]), number(peer["p50"]), f"{float(ours['ratio']):.2f}x"]
         )
-    caption = CAPTIONS[name].format(**next(iter(table.values()))["opzoo"])
+    caption = CAPTIONS[name].format(**{**table[SELECTED[0]]["opzoo"], "commit": ", ".join(commits)})
     before, rest = (ROOT / name).read_text(encoding="utf-8").split("<!-- table:begin -->")
     after = rest.split("<!-- table:end -->")[1]
     text = f"<!-- table:begin -->\n{markdown(HEADINGS[name], rows)}\n\n{caption}\n<!-- table:end -->"
     return before + text + after
+
+
+def memory(entry: dict[str, dict[str, str]]) -> str:
+    sides = [row["peak_bytes"] for row in (entry["opzoo"], peer_of(entry)) if row]
+    return ", ".join(number(str(int(side) / 2**20)) for side in sides if side)
 
 
 def cells(key: tuple[str, str, str], entry: dict[str, dict[str, str]]) -> list[str]:
@@ -100,21 +109,39 @@ def cells(key: tuple[str, str, str], entry: dict[str, dict[str, str]]) -> list[s
     ]
 
 
+def origin(entry: dict[str, dict[str, str]]) -> str:
+    return "{device}, torch {torch}, opzoo {commit}".format(**entry["opzoo"])
+
+
+def section(entries: dict[tuple[str, str, str], dict[str, dict[str, str]]]) -> str:
+    """The table of one operator."""
+    headings = ["operator", "case", "pass", "opzoo", "peer", "ratio", "floor"]
+    rows = [cells(key, entry) for key, entry in entries.items()]
+    memories = [memory(entry) if key[0] in WITH_MEMORY else "" for key, entry in entries.items()]
+    if any(memories):
+        headings.append("memory")
+        rows = [[*row, text] for row, text in zip(rows, memories, strict=True)]
+    return markdown(tuple(headings), rows)
+
+
 def all_rows() -> str:
     parts = [
         "# Measured figures\n\n"
         "Written by `tools/benchmark_tables.py` from the CSV files beside this page. Medians in microseconds; the peer "
         "ran in the same process on the same data; floor is the share of the time that the bytes or the arithmetic "
-        "need at least. [How it is measured](../howto/benchmark.md).\n"
+        "need at least; memory is what a call adds at its fullest, opzoo's and the peer's, in MiB. "
+        "[How it is measured](../howto/benchmark.md).\n"
     ]
     for path in sorted(FOLDER.glob("*.csv")):
         table = times(path)
-        first = next(iter(table.values()))["opzoo"]
-        parts.append(f"\n## {first['device']}, torch {first['torch']}, opzoo {first['commit']}\n")
+        first = origin(next(iter(table.values())))
+        parts.append(f"\n## {first}\n")
         for op in dict.fromkeys(op for op, _, _ in table):
-            rows = [cells(key, entry) for key, entry in table.items() if key[0] == op]
-            text = markdown(("operator", "case", "pass", "opzoo", "peer", "ratio", "floor"), rows)
-            place = f"{path.stem} {op}"
+            entries = {key: entry for key, entry in table.items() if key[0] == op}
+            text, place = section(entries), f"{path.stem} {op}"
+            origins = list(dict.fromkeys(map(origin, entries.values())))
+            if origins != [first]:
+                text = f"Measured on {' and '.join(origins)}.\n\n{text}"
             parts.append(f"### {op}, {path.stem}\n\n<!-- {place} -->\n\n{text}\n\n<!-- end of {place} -->\n")
     return "\n".join(parts)
 

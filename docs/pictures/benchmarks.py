@@ -14,22 +14,22 @@ PAGES = {"batched_nms": "nms"}  # measured under its own name, described on anot
 PASSES = {"fwd": BLUE, "bwd": ORANGE}
 
 
-def ratios() -> tuple[dict[str, list[dict[str, str]]], str]:
-    """Rows of opzoo's times that have a ratio, by page, and what they were measured with."""
+def ratios() -> dict[str, list[dict[str, str]]]:
+    """Rows of opzoo's times that have a ratio, by page."""
     with CSV.open() as file:
         rows = [row for row in csv.DictReader(file) if row["impl"] == "opzoo" and row["metric"] == "time"]
     pages: dict[str, list[dict[str, str]]] = {}
     for row in rows:
         if row["ratio"] and row["pass"] in PASSES:
             pages.setdefault(PAGES.get(row["op"], row["op"]), []).append(row)
-    first = rows[0]
-    return pages, f"{first['device']}, torch {first['torch']}, opzoo {first['commit']}"
+    return pages
 
 
 def draw(folder: Path) -> list[Path]:
-    pages, measured = ratios()
     written = []
-    for page, rows in pages.items():
+    for page, rows in ratios().items():
+        commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+        measured = f"{rows[0]['device']}, torch {rows[0]['torch']}, opzoo {commits}"
         labels = [f"{row['op']} {row['case']} {row['pass']}" for row in rows]
         values = [float(row["ratio"]) for row in rows]
         figure, axes = pyplot.subplots(figsize=(7.5, 0.9 + 0.19 * len(rows)), layout="constrained")

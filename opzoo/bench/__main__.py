@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from opzoo.bench import report
-from opzoo.bench.case import Case, find_cases
 from opzoo.bench.machine import Machine, describe
-from opzoo.bench.runner import Options, Result, run_here, run_isolated
+from opzoo.bench.runner import AnyCase, Options, Result, find_all, run_here, run_isolated
 
 PEERS = ("torch", "torchvision")
 
@@ -23,7 +22,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m opzoo.bench",
         description="Check, then time. Exit code 1 when a case is wrong or raises.",
     )
-    parser.add_argument("ops", nargs="*", metavar="op", help="operators to run; all when left out")
+    parser.add_argument("ops", nargs="*", metavar="op", help="operators to run, or models; all when left out")
     parser.add_argument("--device", help="cuda, cuda:N or cpu; cuda where there is one")
     parser.add_argument(
         "--compare",
@@ -31,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         help="torch, torchvision or none: peers to insist on; when left out, those that are installed",
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every number to FILE")
+    parser.add_argument("--merge", action="store_true", help="keep what FILE of --csv has of other cases")
     parser.add_argument("--plot", type=Path, metavar="FILE_OR_DIR", help="chart the ratios (needs matplotlib)")
     parser.add_argument("--quick", action="store_true", help="one small case per operator: does it work at all")
     parser.add_argument("--overhead", action="store_true", help="host time per call on tiny tensors instead")
@@ -69,8 +69,8 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     return Options(device, which, _peers(parser, arguments.compare), arguments.overhead)
 
 
-def _chosen(parser: argparse.ArgumentParser, ops: list[str], options: Options) -> list[Case]:
-    cases = find_cases(options.which, torch.device(options.device).type)
+def _chosen(parser: argparse.ArgumentParser, ops: list[str], options: Options) -> list[AnyCase]:
+    cases = find_all(options.which, torch.device(options.device).type)
     known = list(dict.fromkeys(case.op for case in cases))
     for op in ops:
         if op not in known:
@@ -105,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_cuda = torch.device(options.device).type == "cuda"
     width = max(len(case.id) for case in cases)
     table = report.Table(sys.stdout, width, machine, overhead=options.overhead, memory=on_cuda)
-    csv_file = report.CsvFile(arguments.csv) if arguments.csv else None
+    instead_of = {(case.op, case.id) for case in cases} if arguments.merge else None
+    csv_file = report.CsvFile(arguments.csv, instead_of) if arguments.csv else None
     origin = report.commit()
     results = []
     for result in replies:

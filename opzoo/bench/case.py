@@ -98,7 +98,7 @@ def as_half(*tensors: Tensor) -> Tensors:
 
 
 def find_cases(which: str, device_type: str) -> list[Case]:
-    """All cases of one set: ``full`` (sized for the device), ``quick`` or ``tiny``; by operator, in order of file."""
+    """The operators' cases of one set: ``full`` (sized for the device), ``quick`` or ``tiny``; by operator."""
     package = importlib.import_module("opzoo.bench.cases")
     found: list[Case] = []
     for info in pkgutil.iter_modules(package.__path__):

@@ -1,26 +1,25 @@
-"""``python -m opzoo.bench.detectors``: torchvision's detectors with and without opzoo, a training step and a detection.
+"""torchvision's detectors with and without opzoo: a training step and a detection.
 
-Wall time per step, the model unchanged: ``opzoo.compat.torchvision`` puts opzoo under it and takes it
-away, turn by turn. Weights and images are random.
+The model is unchanged: ``opzoo.compat.torchvision`` puts opzoo under it and takes it away, turn by turn.
+Weights and images are random.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
-from collections.abc import Callable
+import contextlib
+import functools
 
 import torch
 from torch import Tensor, nn
-from torchvision.models import detection
 
-from opzoo.compat import torchvision as compat
+from opzoo.bench.models import Model, ModelCase, autocast, model_id
 
 KINDS = ("fasterrcnn", "maskrcnn")
 
 
 def make_model(kind: str, device: torch.device, side: int) -> nn.Module:
+    from torchvision.models import detection
+
     torch.manual_seed(0)
     options = {"weights": None, "weights_backbone": None, "num_classes": 91, "min_size": side, "max_size": side}
     model: nn.Module = getattr(detection, f"{kind}_resnet50_fpn")(**options)
@@ -41,69 +40,43 @@ def make_batch(images: int, side: int, device: torch.device) -> tuple[list[Tenso
     return [torch.rand(3, side, side, generator=generator).to(device) for _ in range(images)], targets
 
 
-def median_ms(call: Callable[[], object], device: torch.device, repeats: int) -> tuple[float, float]:
-    """Without and with opzoo, taking turns."""
+def build(device: torch.device, kind: str, dtype: torch.dtype, images: int, side: int) -> Model:
+    from opzoo.compat import torchvision as compat
 
-    def once() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return 1e3 * (time.perf_counter() - start)
-
-    times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(repeats + 2):
-        plain = once()
-        with compat.installed():
-            ours = once()
-        if turn >= 2:
-            times[0].append(plain)
-            times[1].append(ours)
-    return statistics.median(times[0]), statistics.median(times[1])
-
-
-def measure(kind: str, device: torch.device, images: int, side: int, repeats: int, amp: bool) -> None:
-    model = make_model(kind, device, side)
+    module = make_model(kind, device, side)
     batch, targets = make_batch(images, side, device)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
+
+    def loss(dtype: torch.dtype) -> Tensor:
+        module.train()
+        images = batch
+        if dtype == torch.float64:
+            images = [image.double() for image in batch]
+        boxes = [{**target, "boxes": target["boxes"].to(images[0].dtype)} for target in targets]
+        with autocast(device, dtype):
+            return torch.stack([*module(images, boxes).values()]).sum()
 
     def train() -> None:
-        with autocast:
-            loss = sum(model(batch, targets).values())
-        loss.backward()
-        model.zero_grad()
+        loss(dtype).backward()
+        module.zero_grad()
 
     def detect() -> None:
-        with torch.no_grad(), autocast:
-            model(batch)
+        module.eval()
+        with torch.no_grad(), autocast(device, dtype):
+            module(batch)
 
-    for label, step in (("training step", train), ("detection", detect)):
-        model.train(label == "training step")
-        plain, ours = median_ms(step, device, repeats)
-        precision = "bf16 autocast" if amp else "fp32"
-        print(
-            f"{kind:11} {label:13} {precision:13} N{images} {side}x{side}: torchvision {plain:8.1f} ms, "
-            f"opzoo {ours:8.1f} ms, {plain / ours:.2f}x",
-            flush=True,
-        )
+    return Model(module, loss, {"train": train, "detect": detect}, compat.installed, contextlib.nullcontext)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m opzoo.bench.detectors", description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--images", type=int, help="images of a batch; 4 on CUDA, 1 on the CPU")
-    parser.add_argument("--side", type=int, help="their width and height; 800 on CUDA, 320 on the CPU")
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    on_gpu = device.type == "cuda"
-    images, side = arguments.images or (4 if on_gpu else 1), arguments.side or (800 if on_gpu else 320)
-    for amp in (False, True) if on_gpu else (False,):
-        for kind in KINDS:
-            measure(kind, device, images, side, arguments.repeats, amp)
+def _case(kind: str, dtype: torch.dtype, images: int, side: int) -> ModelCase:
+    make = functools.partial(build, kind=kind, dtype=dtype, images=images, side=side)
+    return ModelCase(model_id(kind, dtype, images, side), dtype, make)
 
 
-if __name__ == "__main__":
-    main()
+def cases(device_type: str) -> list[ModelCase]:
+    if device_type == "cpu":
+        return [_case(kind, torch.float32, 1, 320) for kind in KINDS]
+    return [_case(kind, dtype, 4, 800) for dtype in (torch.float32, torch.bfloat16) for kind in KINDS]
+
+
+def quick() -> list[ModelCase]:
+    return [_case("fasterrcnn", torch.float32, 1, 64)]

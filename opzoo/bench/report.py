@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -89,13 +89,21 @@ def csv_rows(result: Result, machine: Machine, origin: str) -> list[dict[str, An
 
 
 class CsvFile:
-    """Rows reach the disk case by case: an interrupted run keeps what it had."""
+    """Rows reach the disk case by case: an interrupted run keeps what it had.
 
-    def __init__(self, path: Path) -> None:
+    ``instead_of``: the (operator, case) pairs of this run, to keep what the file has of others. None: a new file.
+    """
+
+    def __init__(self, path: Path, instead_of: Collection[tuple[str, str]] | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        kept: list[dict[str, Any]] = []
+        if instead_of is not None and path.exists():
+            with path.open(newline="") as file:
+                kept = [row for row in csv.DictReader(file) if (row["op"], row["case"]) not in instead_of]
         self._file = path.open("w", newline="")
         self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
         self._writer.writeheader()
+        self.write(kept)
 
     def write(self, rows: Iterable[dict[str, Any]]) -> None:
         self._writer.writerows(rows)

@@ -6,7 +6,7 @@ import gc
 import importlib
 import multiprocessing
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,11 +17,15 @@ from torch import Tensor
 from opzoo.bench.case import LABELS, Case, Tensors, Work, find_cases
 from opzoo.bench.gate import GateError, check
 from opzoo.bench.machine import Machine, machine_for
+from opzoo.bench.models import Context, ModelCase, find_models
+from opzoo.bench.models import check as check_model
 from opzoo.bench.timer import Clock, HostClock, Quantiles, clock_for, interleaved, quantiles
 
 SECONDS_PER_PASS = 0.3
 QUICK_SECONDS_PER_PASS = 0.02
 CASE_LIMIT_SECONDS = 300
+
+AnyCase = Case | ModelCase
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,19 @@ class _Side:
     tensors: Tensors
 
 
-def run_case(case: Case, options: Options) -> Result:
+def find_all(which: str, device_type: str) -> list[AnyCase]:
+    """All cases of one set, operators first."""
+    return [*find_cases(which, device_type), *find_models(which, device_type)]
+
+
+def run_case(case: AnyCase, options: Options) -> Result:
     """Gate and time one case; an exception becomes its status."""
     result = Result(case.op, case.id)
     try:
-        _run(case, options, result)
+        if isinstance(case, ModelCase):
+            _run_model(case, options, result)
+        else:
+            _run(case, options, result)
     except GateError as error:
         result.status, result.gate_error, result.message = "FAILED", error.error, str(error)
         result.timings.clear()
@@ -118,6 +130,25 @@ def _run(case: Case, options: Options, result: Result) -> None:
         _time_overhead(case, sides, HostClock(device), options.budget, result)
     else:
         _time_passes(case, sides, clock_for(device, case.waits), device, options.budget, result)
+
+
+def _run_model(case: ModelCase, options: Options, result: Result) -> None:
+    """Wall time: a step of a model is what a user waits for."""
+    device = torch.device(options.device)
+    model = case.build(device)
+    result.gate_error = check_model(case, model)
+    sides: list[tuple[str, Context]] = [("opzoo", model.ours)]
+    if case.peer_name in options.peers:
+        sides.append((case.peer_name, model.theirs))
+    names, contexts = [name for name, _ in sides], [context for _, context in sides]
+    for what, call in model.passes.items():
+        calls = [call] * len(sides)
+        samples = interleaved(clock_for(device, waits=True), calls, options.budget, contexts, warm_up=2)
+        peaks = []
+        for context in contexts:
+            with context():
+                peaks.append(_peak_bytes(call, device))
+        _record(result, what, names, samples, None, peaks)
 
 
 def _peer_side(case: Case, tensors: Tensors) -> _Side | str:
@@ -172,16 +203,16 @@ def _peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
 def _record(
     result: Result,
     what: str,
-    sides: list[_Side],
+    impls: list[str],
     samples: list[list[float]],
     work: Work | None = None,
     peaks: list[int | None] | None = None,
 ) -> None:
     spread = [quantiles(of_one) for of_one in samples]
-    for i, side in enumerate(sides):
-        ratio = spread[1].p50 / spread[0].p50 if i == 0 and len(sides) > 1 else None
+    for i, impl in enumerate(impls):
+        ratio = spread[1].p50 / spread[0].p50 if i == 0 and len(impls) > 1 else None
         peak = peaks[i] if peaks else None
-        result.timings.append(Timing(side.impl, what, spread[i], work, peak, ratio))
+        result.timings.append(Timing(impl, what, spread[i], work, peak, ratio))
 
 
 def _time_passes(
@@ -195,7 +226,7 @@ def _time_passes(
         calls = [_forward(side) if what == "fwd" else _backward(case, side) for side in sides]
         samples = interleaved(clock, calls, budget)
         peaks = [_peak_bytes(call, device) for call in calls]
-        _record(result, what, sides, samples, work, peaks)
+        _record(result, what, [side.impl for side in sides], samples, work, peaks)
 
 
 def _time_overhead(case: Case, sides: list[_Side], clock: Clock, budget: float, result: Result) -> None:
@@ -210,14 +241,15 @@ def _time_overhead(case: Case, sides: list[_Side], clock: Clock, budget: float, 
 
         return call
 
-    _record(result, "no grad", sides, interleaved(clock, [_forward(side) for side in sides], budget))
+    impls = [side.impl for side in sides]
+    _record(result, "no grad", impls, interleaved(clock, [_forward(side) for side in sides], budget))
     if case.differentiable:
         for what, backward in (("grad fwd", False), ("fwd+bwd", True)):
             calls = [training(side, backward) for side in sides]
-            _record(result, what, sides, interleaved(clock, calls, budget))
+            _record(result, what, impls, interleaved(clock, calls, budget))
 
 
-def run_here(cases: list[Case], options: Options) -> Iterator[Machine | Result]:
+def run_here(cases: Sequence[AnyCase], options: Options) -> Iterator[Machine | Result]:
     """The machine, then one result per case, all in this process."""
     device = torch.device(options.device)
     if device.type == "cuda":
@@ -227,7 +259,7 @@ def run_here(cases: list[Case], options: Options) -> Iterator[Machine | Result]:
         yield run_case(case, options)
 
 
-def run_isolated(cases: list[Case], options: Options) -> Iterator[Machine | Result]:
+def run_isolated(cases: Sequence[AnyCase], options: Options) -> Iterator[Machine | Result]:
     """As :func:`run_here`, in a worker that is replaced when a case takes it down."""
     todo = list(cases)
     machine_known = False
@@ -288,7 +320,7 @@ def _serve(pipe: Connection, options: Options) -> None:
     device = torch.device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(torch.device(device).index or 0)
-    cases = {(case.op, case.id): case for case in find_cases(options.which, device.type)}
+    cases = {(case.op, case.id): case for case in find_all(options.which, device.type)}
     while True:
         try:
             request = pipe.recv()

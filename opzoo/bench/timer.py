@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -132,22 +132,33 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def interleaved(clock: Clock, calls: Sequence[Call], budget: float) -> list[list[float]]:
+def interleaved(
+    clock: Clock,
+    calls: Sequence[Call],
+    budget: float,
+    contexts: Sequence[Callable[[], AbstractContextManager[object]]] | None = None,
+    warm_up: int = WARM_UP,
+) -> list[list[float]]:
     """Samples of each call, in seconds, one after the other so that a change of clocks or load hits all alike.
 
     Args:
         clock: what a call is timed with.
         calls: what to time; each is warmed up first.
         budget: seconds for all samples together; at least ``MIN_REPEATS`` are taken.
+        contexts: what each call runs in, entered and left outside its time.
+        warm_up: calls of each that are not counted.
     """
+    pairs = list(zip(calls, contexts or [nullcontext] * len(calls), strict=True))
+
+    def seconds(call: Call, context: Callable[[], AbstractContextManager[object]]) -> float:
+        with context():
+            return clock.seconds(call)
+
     with _no_garbage_collection():
-        estimate = 0.0
-        for call in calls:
-            warm = [clock.seconds(call) for _ in range(WARM_UP)]
-            estimate += min(warm)
+        estimate = sum(min(seconds(*pair) for _ in range(warm_up)) for pair in pairs)
         repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(budget / max(estimate, 1e-9))))
         samples: list[list[float]] = [[] for _ in calls]
         for _ in range(repeats):
-            for call, kept in zip(calls, samples, strict=True):
-                kept.append(clock.seconds(call))
+            for pair, kept in zip(pairs, samples, strict=True):
+                kept.append(seconds(*pair))
     return samples

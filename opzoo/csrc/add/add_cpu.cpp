@@ -5,6 +5,10 @@
 #include "common/half_cpu.h"
 #include "common/lanes_cpu.h"
 
+#ifdef OPZOO_HAS_F16C_INTRINSICS
+#include <immintrin.h>
+#endif
+
 namespace opzoo {
 
 // An operand along a row of the result: neighbouring elements, or, without data, one value.
@@ -29,6 +33,14 @@ OPZOO_LANES_INLINE void add_loaded_rows(
     for (int lane = 0; lane < kLaneStep; ++lane) {
       left[lane] = a.value;
       right[lane] = b.value;
+    }
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      Lanes<acc> odd_left = left, odd_right = right;
+      for (; i + 2 * kLaneStep <= length; i += 2 * kLaneStep) {
+        if constexpr (kDataA) load_pairs(a.data + i, left, odd_left);
+        if constexpr (kDataB) load_pairs(b.data + i, right, odd_right);
+        store_pairs(left + alpha * right, odd_left + alpha * odd_right, out + i);
+      }
     }
     for (; i + kLaneStep <= length; i += kLaneStep) {
       if constexpr (kDataA) load(a.data + i, left);
@@ -73,13 +85,43 @@ OPZOO_DEFINE(int8_t)
 OPZOO_DEFINE(uint8_t)
 OPZOO_DEFINE(bool)
 
-// Halves in pieces that stay in the first-level cache, fp32 in between.
+namespace {
+
+// How many elements, from the first on, the machine's own conversions have added.
+#ifdef OPZOO_HAS_F16C_INTRINSICS
+__attribute__((target("avx,f16c"))) int64_t
+add_halves(const AddRow<Half>& a, const AddRow<Half>& b, Half* out, float alpha, int64_t length) {
+  const __m256 factor = _mm256_set1_ps(alpha);
+  __m256 left = _mm256_set1_ps(a.value), right = _mm256_set1_ps(b.value);
+  int64_t i = 0;
+  for (; i + 8 <= length; i += 8) {
+    if (a.data) {
+      left = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a.data + i)));
+    }
+    if (b.data) {
+      right = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b.data + i)));
+    }
+    const __m256 sum = _mm256_add_ps(left, _mm256_mul_ps(factor, right));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i),
+                     _mm256_cvtps_ph(sum, _MM_FROUND_TO_NEAREST_INT));
+  }
+  return i;
+}
+#else
+int64_t add_halves(const AddRow<Half>&, const AddRow<Half>&, Half*, float, int64_t) {
+  return 0;
+}
+#endif
+
+}  // namespace
+
+// Without such conversions in pieces that stay in the first-level cache, fp32 in between.
 template <>
 void add_rows<Half>(
     const AddRow<Half>& a, const AddRow<Half>& b, Half* out, float alpha, int64_t length) {
   constexpr int64_t kPiece = 1024;
   float left[kPiece], right[kPiece];
-  for (int64_t i = 0; i < length; i += kPiece) {
+  for (int64_t i = has_f16c() ? add_halves(a, b, out, alpha, length) : 0; i < length; i += kPiece) {
     const int64_t count = std::min(kPiece, length - i);
     if (a.data) widen(a.data + i, count, left);
     if (b.data) widen(b.data + i, count, right);

@@ -1,21 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/half_cpu.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#ifdef OPZOO_HAS_F16C_INTRINSICS
 #include <immintrin.h>
-#define OPZOO_HAS_F16C_INTRINSICS
 #endif
 
 namespace opzoo {
+
+bool has_f16c() {
+#ifdef OPZOO_HAS_F16C_INTRINSICS
+  static const bool supported = __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c");
+  return supported;
+#else
+  return false;
+#endif
+}
+
 namespace {
 
 // Every function returns how many elements, from the first on, it has converted.
 #ifdef OPZOO_HAS_F16C_INTRINSICS
-
-bool has_f16c() {
-  static const bool supported = __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c");
-  return supported;
-}
 
 __attribute__((target("avx,f16c"))) int64_t widen_f16c(const Half* from, int64_t count, float* to) {
   int64_t i = 0;
@@ -39,9 +43,6 @@ __attribute__((target("avx,f16c"))) int64_t narrow_f16c(const float* from,
 
 #else
 
-bool has_f16c() {
-  return false;
-}
 int64_t widen_f16c(const Half*, int64_t, float*) {
   return 0;
 }

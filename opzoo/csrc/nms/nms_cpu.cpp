@@ -17,7 +17,9 @@ namespace opzoo {
 namespace {
 
 constexpr int64_t kTiledFrom = 1024;   // below, sorting into tiles costs more than it saves
-constexpr int64_t kBlockRows = 512;    // rows and one tile stay in L1
+constexpr int64_t kBlockRows = 512;    // at most: rows and one tile stay in L1
+constexpr int64_t kLeastRows = 64;     // at least: each block of rows visits all tiles
+constexpr int64_t kRowsShare = 32;     // in between this part of a segment: a block is all pairs
 constexpr int64_t kSplitFrom = 65536;  // a segment this large is worth several threads
 constexpr int64_t kGroupGrain = 4;     // groups of tiles that are worth a thread
 
@@ -157,13 +159,14 @@ void run_tiled(const Job<acc>& job, bool split) {
   }
   tiles.bound();
 
-  BoxArrays<acc> rows(kBlockRows);
-  std::vector<int64_t> places(kBlockRows);
-  std::vector<Flag<acc>> removed(kBlockRows);
+  const int64_t block_rows = std::clamp(count / kRowsShare, kLeastRows, kBlockRows);
+  BoxArrays<acc> rows(block_rows);
+  std::vector<int64_t> places(block_rows);
+  std::vector<Flag<acc>> removed(block_rows);
   int64_t kept = 0;
   for (int64_t next = job.begin; next < job.end && kept < job.limit;) {
     int64_t block = 0;
-    for (; next < job.end && block < kBlockRows; ++next) {
+    for (; next < job.end && block < block_rows; ++next) {
       const int64_t i = position[next - job.begin];
       if (i == kNone) {
         job.keep[next] = 1;
