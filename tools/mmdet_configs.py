@@ -1,6 +1,6 @@
 """Unmodified configs of MMDetection on opzoo: build, loss, backward, predict on random data; a table of what came out.
 
-    pip install mmdet==3.3.0 mmengine==0.10.7 mmcv-lite==2.1.0 lap
+    pip install mmdet==3.3.0 mmengine==0.10.7 mmcv-lite==2.1.0 lap motmetrics
     python tools/mmdet_configs.py                  # all of CONFIGS; writes docs/howto/mmdet_configs.md
     python tools/mmdet_configs.py CONFIG           # one, here, with its traceback
     python tools/mmdet_configs.py --again ld/ ssd  # those whose names begin so; the other rows of the page stay
