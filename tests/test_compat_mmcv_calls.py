@@ -194,6 +194,33 @@ print("equal")
     assert child(code, tmp_path) == "equal"
 
 
+# torch.compile
+
+
+OFFSET, MASK = torch.rand(1, 18, 14, 14), torch.rand(1, 9, 14, 14)
+WEIGHT, ROIS = torch.rand(3, 2, 3, 3), torch.tensor([[0, 1.0, 1, 12, 12]])
+TARGET = torch.tensor([0, 1, 2, 5])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: ops.roi_align(x, ROIS, 2, 1.0, 0, "avg", True),
+        lambda x: ops.deform_conv2d(x, OFFSET, WEIGHT),
+        lambda x: ops.modulated_deform_conv2d(x, OFFSET, MASK, WEIGHT, None, 1, 0, 1, 1, 1),
+        lambda x: ops.sigmoid_focal_loss(x.flatten()[:20].view(4, 5), TARGET),
+    ],
+    ids=["roi_align", "deform_conv2d", "modulated_deform_conv2d", "sigmoid_focal_loss"],
+)
+def test_mmcv_compiles_in_one_graph(function):
+    x = torch.randn(1, 2, 16, 16, requires_grad=True)
+    expected = function(x)
+    found = torch.compile(function, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(*(torch.autograd.grad(y.sum(), x) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 # Worker processes
 
 

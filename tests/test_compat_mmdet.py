@@ -92,14 +92,14 @@ def test_names_of_old_checkpoints_are_upgraded(name):
         assert all(bool((value == 0.5).all()) for value in module.state_dict().values())
 
 
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("name", ["DeformConv2dPack", "ModulatedDeformConv2dPack"])
+@pytest.mark.parametrize(
+    ("name", "bias"),
+    [("DeformConv2dPack", False), ("ModulatedDeformConv2dPack", True), ("ModulatedDeformConv2dPack", False)],
+)
 def test_files_of_mmcv_fit_the_layers_of_opzoo(tmp_path, name, groups, bias):
     """Same keys both ways, and of them the function that mmcv documents, by torchvision's convolution."""
     modulated = name.startswith("Modulated")
-    if bias and not modulated:
-        pytest.skip("mmcv's has none")
     numbers = {"in_channels": 4, "out_channels": 6, "kernel_size": (3, 2), "stride": (2, 1), "padding": (1, 2)}
     numbers |= {"dilation": (1, 2), "groups": groups, "bias": bias}
     theirs = getattr(mmcv.ops, name)(**numbers, deform_groups=2)

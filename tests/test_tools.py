@@ -220,3 +220,16 @@ def test_other_switches_build_anew(tmp_path: Path) -> None:
     assert "pip" not in make("OPZOO_CUDA=0", "TORCH_CUDA_ARCH_LIST=8.6;9.0a")
     assert "pip install" in make("OPZOO_CUDA=1", "TORCH_CUDA_ARCH_LIST=8.6;9.0a")
     assert "pip install" in make("OPZOO_RELEASE=1")
+
+
+def test_the_table_of_configs_is_whole() -> None:
+    """A row per config, a failure with words of its own, and rows that a rerun of others carries over unchanged."""
+    tool = _tool("mmdet_configs")
+    rows = tool.rows(tool.PAGE.read_text(encoding="utf-8"))
+    assert list(rows) == tool.CONFIGS, "run python tools/mmdet_configs.py"
+    good = [name for name, row in rows.items() if row["outcome"] == "ok"]
+    assert f"{len(good)} of {len(rows)} unmodified configs" in tool.PAGE.read_text(encoding="utf-8") and len(good) >= 60
+    assert all(len(row["outcome"]) > 20 for row in rows.values() if row["outcome"] != "ok")
+    text = "\n".join(f"| `{name}` | a \\| b &lt; c | nms 3, roi_align_forward 12 |" for name in ("x/y", "z"))
+    expected = {"outcome": "a | b < c", "calls": {"nms": "3", "roi_align_forward": "12"}}
+    assert tool.rows(text) == {"x/y": expected, "z": expected}

@@ -16,19 +16,32 @@ from torch import Tensor
 
 from opzoo.ops._common import _autocast_enabled
 
+# Dynamo takes no question about layout, strides or gradients inside mmcv's Functions.
+_is_compiling = torch.compiler.is_compiling
+
 
 def require_tensors(op: str, **tensors: Any) -> None:
     """TypeError for what is no tensor, RuntimeError for a sparse one."""
+    compiling = _is_compiling()
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"mmcv._ext.{op}: {name} must be a tensor, got {type(t).__name__}")
-        if t.layout is not torch.strided:
+        if not compiling and t.layout is not torch.strided:
             raise RuntimeError(f"mmcv._ext.{op}: {name} must be dense, got {t.layout}")
+
+
+def require_rank(op: str, rank: int, **tensors: Tensor) -> None:
+    """RuntimeError unless each has this many axes."""
+    for name, t in tensors.items():
+        if t.dim() != rank:
+            raise RuntimeError(f"mmcv._ext.{op}: {name} must have {rank} axes, got shape {list(t.shape)}")
 
 
 def require_shape(op: str, shape: Sequence[int | None], **tensors: Tensor) -> None:
     """RuntimeError unless each has this shape; None stands for any size."""
     for name, t in tensors.items():
+        if t.shape == shape:  # a tuple without None
+            continue
         fits = t.dim() == len(shape) and all(
             size is None or size == given for size, given in zip(shape, t.shape, strict=True)
         )
@@ -93,19 +106,35 @@ def write(op: str, **results: tuple[Tensor, Tensor]) -> None:
     ``Tensor.copy_`` alone would broadcast, cast, and take a meta tensor for a place.
     """
     for name, (target, result) in results.items():
-        require_tensors(op, **{name: target})
-        require_shape(op, result.shape, **{name: target})
-        if target.dtype != result.dtype:
-            raise RuntimeError(f"mmcv._ext.{op}: {name} must be {_type_name(result)}, got {_type_name(target)}")
-        require_device(op, result.device, **{name: target})
-        if any(size > 1 and step == 0 for size, step in zip(target.shape, target.stride(), strict=True)):
-            raise RuntimeError(
-                f"mmcv._ext.{op}: {name} must have memory for every element, got strides {target.stride()}"
-            )
-        if target.requires_grad and target.is_leaf and torch.is_grad_enabled():
-            raise RuntimeError(f"mmcv._ext.{op}: {name} must not require a gradient, got a leaf that does")
+        if not _plainly_fits(target, result):
+            _require_place(op, name, target, result)
     for target, result in results.values():
         target.copy_(result)
+
+
+def _plainly_fits(target: Any, result: Tensor) -> bool:
+    """What mmcv allocates does; a cheap question on the way of every call."""
+    return (
+        isinstance(target, Tensor)
+        and target.shape == result.shape
+        and target.dtype == result.dtype
+        and target.device == result.device
+        and (
+            _is_compiling() or (target.layout is torch.strided and target.is_contiguous() and not target.requires_grad)
+        )
+    )
+
+
+def _require_place(op: str, name: str, target: Any, result: Tensor) -> None:
+    require_tensors(op, **{name: target})
+    require_shape(op, result.shape, **{name: target})
+    if target.dtype != result.dtype:
+        raise RuntimeError(f"mmcv._ext.{op}: {name} must be {_type_name(result)}, got {_type_name(target)}")
+    require_device(op, result.device, **{name: target})
+    if any(size > 1 and step == 0 for size, step in zip(target.shape, target.stride(), strict=True)):
+        raise RuntimeError(f"mmcv._ext.{op}: {name} must have memory for every element, got strides {target.stride()}")
+    if target.requires_grad and target.is_leaf and torch.is_grad_enabled():
+        raise RuntimeError(f"mmcv._ext.{op}: {name} must not require a gradient, got a leaf that does")
 
 
 def as_given(t: Tensor) -> AbstractContextManager[Any]:

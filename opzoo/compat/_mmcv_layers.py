@@ -16,6 +16,7 @@ from opzoo.compat._mmcv_checks import (
     require_floats,
     require_indices,
     require_integers,
+    require_rank,
     require_shape,
     require_tensors,
     write,
@@ -46,7 +47,7 @@ def deform_conv_forward(
     """Deformable convolution without a mask."""
     op = "deform_conv_forward"
     require_tensors(op, input=input, weight=weight, offset=offset, output=output)
-    _check_kernel(op, input, weight, offset, {"kH": kH, "kW": kW}, group, deformable_group)
+    _check_kernel(op, input, weight, offset, None, {"kH": kH, "kW": kW}, group, deformable_group)
     geometry = (dH, dW, padH, padW, dilationH, dilationW)
     with as_given(input):
         write(op, output=(output, _ops.deform_conv2d(input, offset, weight, None, None, *geometry)))
@@ -75,7 +76,7 @@ def deform_conv_backward_input(
     """Gradients of :func:`deform_conv_forward` to ``input`` and ``offset``."""
     op = "deform_conv_backward_input"
     require_tensors(op, input=input, offset=offset, gradOutput=gradOutput, weight=weight)
-    _check_kernel(op, input, weight, offset, {"kH": kH, "kW": kW}, group, deformable_group)
+    _check_kernel(op, input, weight, offset, None, {"kH": kH, "kW": kW}, group, deformable_group)
     geometry = (dH, dW, padH, padW, dilationH, dilationW)
     to_input, to_offset, _, _ = _ops._deform_conv2d_backward(
         gradOutput, input, offset, weight, None, *geometry, True, True, False, False
@@ -106,7 +107,7 @@ def deform_conv_backward_parameters(
     """Gradient of :func:`deform_conv_forward` to ``weight``, times ``scale``, added to ``gradWeight``."""
     op = "deform_conv_backward_parameters"
     require_tensors(op, input=input, offset=offset, gradOutput=gradOutput, gradWeight=gradWeight)
-    _check_kernel(op, input, gradWeight, offset, {"kH": kH, "kW": kW}, group, deformable_group)
+    _check_kernel(op, input, gradWeight, offset, None, {"kH": kH, "kW": kW}, group, deformable_group)
     require_finite(op, scale=scale)
     geometry = (dH, dW, padH, padW, dilationH, dilationW)
     _, _, to_weight, _ = _ops._deform_conv2d_backward(
@@ -119,24 +120,25 @@ def _check_kernel(
     op: str,
     input: Tensor,
     weight: Tensor,
-    maps: Tensor,
+    offset: Tensor,
+    mask: Tensor | None,
     kernel: dict[str, int],
     group: int,
     deformable_group: int,
-    numbers: int = 2,
 ) -> None:
-    """What mmcv passes beside the tensors is what their shapes say.
-
-    ``maps`` has ``numbers`` channels per tap and offset group: 2 for offsets, 1 for a mask.
-    """
-    require_shape(op, (None,) * 4, input=input, weight=weight)
+    """What mmcv passes beside the tensors is what their shapes say."""
+    require_rank(op, 4, input=input, weight=weight, offset=offset)
     height, width = kernel
-    require_equal(op, **{height: (kernel[height], weight.shape[2]), width: (kernel[width], weight.shape[3])})
-    if weight.shape[1] and input.shape[1] % weight.shape[1] == 0:  # the operator refuses the others
-        require_equal(op, group=(group, input.shape[1] // weight.shape[1]))
+    _, per_group, kh, kw = weight.shape
+    require_equal(op, **{height: (kernel[height], kh), width: (kernel[width], kw)})
+    if per_group and input.shape[1] % per_group == 0:  # the operator refuses the others
+        require_equal(op, group=(group, input.shape[1] // per_group))
     require_integers(op, 1, deformable_group=deformable_group)
-    channels = numbers * deformable_group * weight.shape[2] * weight.shape[3]
-    require_shape(op, (None, channels, None, None), **{"offset" if numbers == 2 else "mask": maps})
+    taps = deformable_group * kh * kw
+    if offset.shape[1] != 2 * taps:
+        require_shape(op, (None, 2 * taps, None, None), offset=offset)
+    if mask is not None and (mask.dim() != 4 or mask.shape[1] != taps):
+        require_shape(op, (None, taps, None, None), mask=mask)
 
 
 def modulated_deform_conv_forward(
@@ -168,9 +170,8 @@ def modulated_deform_conv_forward(
     op = "modulated_deform_conv_forward"
     require_tensors(op, input=input, weight=weight, bias=bias, offset=offset, mask=mask, output=output)
     kernel = {"kernel_h": kernel_h, "kernel_w": kernel_w}
-    _check_kernel(op, input, weight, offset, kernel, group, deformable_group)
-    _check_kernel(op, input, weight, mask, kernel, group, deformable_group, 1)
-    require_shape(op, (None,) * 4, output=output)
+    _check_kernel(op, input, weight, offset, mask, kernel, group, deformable_group)
+    require_rank(op, 4, output=output)
     geometry = (stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w)
     offset, mask = _first_numbers(op, output, offset=offset, mask=mask)
     with as_given(input):
@@ -208,9 +209,8 @@ def modulated_deform_conv_backward(
     op = "modulated_deform_conv_backward"
     require_tensors(op, input=input, weight=weight, bias=bias, offset=offset, mask=mask, grad_output=grad_output)
     kernel = {"kernel_h": kernel_h, "kernel_w": kernel_w}
-    _check_kernel(op, input, weight, offset, kernel, group, deformable_group)
-    _check_kernel(op, input, weight, mask, kernel, group, deformable_group, 1)
-    require_shape(op, (None,) * 4, grad_output=grad_output)
+    _check_kernel(op, input, weight, offset, mask, kernel, group, deformable_group)
+    require_rank(op, 4, grad_output=grad_output)
     geometry = (stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w)
     read = _first_numbers(op, grad_output, offset=offset, mask=mask)
     to_input, to_offset, to_weight, to_mask = _ops._deform_conv2d_backward(
@@ -235,13 +235,16 @@ def _first_numbers(op: str, output: Tensor, **maps: Tensor) -> list[Tensor]:
     size = output.shape[2:]
     read = []
     for name, whole in maps.items():
+        if whole.shape[2:] == size:
+            read.append(whole)
+            continue
         flat = whole.flatten(1)
         count = whole.shape[1] * size.numel()
         if count > flat.shape[1]:
             raise RuntimeError(
                 f"mmcv._ext.{op}: {name} must cover the result's {list(size)} pixels, got {list(whole.shape[2:])}"
             )
-        read.append(whole if whole.shape[2:] == size else flat[:, :count].unflatten(1, (whole.shape[1], *size)))
+        read.append(flat[:, :count].unflatten(1, (whole.shape[1], *size)))
     return read
 
 
