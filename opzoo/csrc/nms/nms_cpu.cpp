@@ -22,6 +22,7 @@ constexpr int64_t kLeastRows = 64;     // at least: each block of rows visits al
 constexpr int64_t kRowsShare = 32;     // in between this part of a segment: a block is all pairs
 constexpr int64_t kSplitFrom = 65536;  // a segment this large is worth several threads
 constexpr int64_t kGroupGrain = 4;     // groups of tiles that are worth a thread
+constexpr int64_t kCopyGrain = 16384;  // boxes whose copies are
 
 // The boxes of an image that take part, best first.
 std::vector<Keyed> score_order(const NmsPlan& plan, int64_t image) {
@@ -44,18 +45,33 @@ struct Layout {
   std::vector<int64_t> starts;  // of the segments, and the end of the last
 };
 
+// body(begin, end) over [0, count), on several threads or on this one.
+template <class Body>
+void for_ranges(int64_t count, int64_t grain, bool split, const Body& body) {
+  if (split) {
+    parallel_for(0, count, grain, body);
+  } else {
+    body(0, count);
+  }
+}
+
 template <class T, class acc = box_acc_t<T>>
-Layout<acc> lay_out(const NmsPlan& plan, int64_t image, const std::vector<Keyed>& order) {
+Layout<acc> lay_out(const NmsPlan& plan,
+                    int64_t image,
+                    const std::vector<Keyed>& order,
+                    bool split) {
   const auto n = static_cast<int64_t>(order.size());
   Layout<acc> layout;
   layout.boxes.resize(n);
   layout.starts.push_back(0);
   if (plan.classes) {
     std::vector<Keyed> by_class(n);
-    for (int64_t i = 0; i < n; ++i) {
-      const auto id = load_number<int64_t>(plan.classes_view, image, order[i].index);
-      by_class[i] = {ascending(id), i};
-    }
+    for_ranges(n, kCopyGrain, split, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const auto id = load_number<int64_t>(plan.classes_view, image, order[i].index);
+        by_class[i] = {ascending(id), i};
+      }
+    });
     sort_by_key(by_class);
     layout.rank.resize(n);
     for (int64_t i = 0; i < n; ++i) {
@@ -64,11 +80,13 @@ Layout<acc> lay_out(const NmsPlan& plan, int64_t image, const std::vector<Keyed>
     }
   }
   layout.starts.push_back(n);
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t rank = plan.classes ? layout.rank[i] : i;
-    const Box<acc> box = load_box<T>(plan.boxes_view, image, order[rank].index);
-    layout.boxes.set(i, box, box_area(box));
-  }
+  for_ranges(n, kCopyGrain, split, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t rank = plan.classes ? layout.rank[i] : i;
+      const Box<acc> box = load_box<T>(plan.boxes_view, image, order[rank].index);
+      layout.boxes.set(i, box, box_area(box));
+    }
+  });
   return layout;
 }
 
@@ -139,11 +157,7 @@ void suppress_tiles(
       suppress_group(tiles, group, rows, count, threshold, near, scratch.data());
     }
   };
-  if (split) {
-    parallel_for(0, tiles.groups(), kGroupGrain, body);
-  } else {
-    body(0, tiles.groups());
-  }
+  for_ranges(tiles.groups(), kGroupGrain, split, body);
 }
 
 template <class acc>
@@ -217,11 +231,7 @@ void run_segments(const Layout<acc>& layout, acc threshold, int64_t limit, bool 
   const auto count = static_cast<int64_t>(jobs.size());
   const int64_t boxes = std::max<int64_t>(1, layout.boxes.size());
   const int64_t grain = std::max<int64_t>(1, count * kTiledFrom / boxes);
-  if (split) {
-    parallel_for(0, count, grain, run);
-  } else {
-    run(0, count);
-  }
+  for_ranges(count, grain, split, run);
 }
 
 // The kept boxes of an image in score order, at most max_output.
@@ -238,7 +248,7 @@ std::vector<int64_t> select(const NmsPlan& plan, int64_t image, bool split) {
       std::fill(keep.begin(), keep.end(), 1);
       return;
     }
-    const Layout<acc> layout = lay_out<T>(plan, image, order);
+    const Layout<acc> layout = lay_out<T>(plan, image, order, split);
     if (layout.rank.empty()) {
       run_segments(layout, threshold, plan.max_output, split, keep.data());
       return;
