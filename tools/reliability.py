@@ -19,6 +19,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 COMMANDS = {
     "campaign": "python tests/campaign.py --device {device} --cases {cases} --report docs/reliability/campaign.csv",
     "determinism": "python tests/determinism.py --device {device} --report docs/reliability/determinism.csv",
+    "compute_sanitizer": "python tools/gpu_check.py memcheck racecheck initcheck synccheck coverage",
     "sanitizers": "python tools/sanitize.py --report docs/reliability/sanitizers.csv",
     "large": "python -m pytest --runslow tests/test_large.py",
     "matrix": "python tools/matrix.py --suite --csv docs/reliability/matrix.csv",
@@ -210,6 +211,18 @@ def sanitizers() -> list[str]:
     ]
 
 
+def compute_sanitizer() -> list[str]:
+    what, command = "compute-sanitizer over every CUDA kernel", COMMANDS["compute_sanitizer"]
+    found = rows("compute_sanitizer")
+    if not found:
+        return [f"| {what} | not run in this form | | `{command}` |"]
+    return [
+        f"| {what} | {row['tool']} on {row['device']}, {number(row['calls'])} calls: **{row['reports']} reports** "
+        f"| {where(row)} | `{command}` |"
+        for row in found
+    ]
+
+
 def large(device: str) -> list[str]:
     command = f"{COMMANDS['large']} -k {device}"
     what = f"more than 2^31 elements on {'the CPU' if device == 'cpu' else 'CUDA'}"
@@ -254,6 +267,7 @@ def wheel() -> list[str]:
 def page() -> str:
     table = ["## What was run", "", "| what | result | date, commit | command |", "| --- | --- | --- | --- |"]
     table += campaign("cpu", 250_000) + campaign("cuda", 50_000) + sanitizers()
+    table += compute_sanitizer()
     table += determinism("cpu") + determinism("cuda") + large("cpu") + large("cuda")
     table += matrix() + wheel()
     held = ["## What the suite holds at every commit", "", "| what | test |", "| --- | --- |"]
